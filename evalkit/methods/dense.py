@@ -1,0 +1,26 @@
+"""The dense twin: torch's SDPA over every causal key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from prefill_kernels import DensePlan, PagedKV
+from torch import Tensor
+
+from .base import Method, PlanContext
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    """Full causal attention, the run every sparse cell is compared with."""
+
+    name: ClassVar[str] = "dense"
+    chunkable: ClassVar[bool] = True
+
+    def validate(self) -> None:
+        """There is nothing to set."""
+
+    def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> DensePlan:
+        """Attend to everything."""
+        return DensePlan(reason="method")

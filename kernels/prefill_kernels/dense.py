@@ -1,0 +1,35 @@
+"""Causal attention with a query offset, through torch's own SDPA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_offset: int = 0) -> Tensor:
+    """Attend each query to every key at or before its absolute position.
+
+    Args:
+        q: [B, Hq, Lq, d] at absolute positions ``q_offset ...``.
+        k, v: [B, Hkv, q_offset + Lq, d]; not repeated to the query heads.
+        scale: softmax scaling.
+
+    Returns:
+        [B, Hq, Lq, d].
+    """
+    q_len, kv_len = q.shape[2], k.shape[2]
+    if kv_len != q_offset + q_len:
+        raise ValueError(f"kv_len={kv_len}: must be q_offset + q_len = {q_offset + q_len}")
+    if q_len == 1:  # one query sees every key: no mask to build
+        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+    if q_offset == 0:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    # SDPA's is_causal is aligned to the upper left; queries at an offset need the lower right.
+    if q.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(q_len, kv_len)
+    else:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(q_offset)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
