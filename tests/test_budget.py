@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from evalkit.budget import COUNTS, BudgetMeter
-from evalkit.methods.cosa import CoSA, Select, share_over_kv_heads
-from evalkit.methods.base import PlanContext
 from prefill_kernels import KapScores, PagedKV, TileStats, block_attention
+
+from evalkit.budget import COUNTS, BudgetMeter
+from evalkit.methods.base import PlanContext
+from evalkit.methods.cosa import CoSA, Select, share_over_kv_heads
 
 
 def run(length: int, q_heads: int = 4, kv_heads: int = 2, method: CoSA | None = None, layers: int = 2):
@@ -26,6 +27,7 @@ def run(length: int, q_heads: int = 4, kv_heads: int = 2, method: CoSA | None = 
         plan = method.plan(q, kv, PlanContext(layer, 0, length, 0.25, "torch"))
         plan.check()
         _, stats = block_attention(q, kv, plan, scale=0.25)
+        assert stats.computed is not None
         meter.add_sparse(layer, 0, length, stats, method.estimator_cells(0, length))
         # Brute force: a token-level mask of every cell, out of the block lists alone.
         causal = torch.ones(length, length, dtype=torch.bool).tril()

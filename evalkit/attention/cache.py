@@ -54,6 +54,12 @@ class PagedLayer(CacheLayerMixin):
         view = PagedKV(self.k_pages, self.v_pages, self.page_table, stop, self.in_order)
         return view, view
 
+    def rewind(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens."""
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"tokens={tokens}: the cache holds {self.length}")
+        self.length -= tokens
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """KV length after ``query_length`` more tokens, and the offset of the first."""
         return self.length + query_length, 0
@@ -90,4 +96,10 @@ class PagedCache(Cache):
             pool = pages + max(4, pages // 4)
             table = torch.randperm(pool, generator=torch.Generator().manual_seed(shuffle))[:pages]
         table = table.to(device=device, dtype=torch.int32)[None]
-        super().__init__(layers=[PagedLayer(table, page_size, pool, shuffle is None) for _ in range(layers)])
+        self._paged = [PagedLayer(table, page_size, pool, shuffle is None) for _ in range(layers)]
+        super().__init__(layers=list(self._paged))
+
+    def rewind(self, tokens: int) -> None:
+        """Forget the last ``tokens`` tokens in every layer."""
+        for layer in self._paged:
+            layer.rewind(tokens)

@@ -114,7 +114,8 @@ class Session:
         self._cache = PagedCache(self.layers, length + reserve, self.page_size, device, self.page_shuffle)
         self._meter = BudgetMeter(self.layers, self.model.config.num_attention_heads, self.method.block_size)
         self._calls = CallCounts(self.layers)
-        self._prompt_len, self._position, self._decoded = length, 0, 0
+        self._prompt_len, self._position = length, 0
+        self._decoded = self._forgotten = 0
         chunk = self.chunk_size or length
         self._chunks = -(-length // chunk)
         ids = ids.to(device)
@@ -135,6 +136,14 @@ class Session:
         self._decoded += 1
         return self._forward(torch.tensor([token], device=self.model.device), "decode")
 
+    def rewind(self, tokens: int) -> None:
+        """Forget the last ``tokens`` decoded tokens; their calls stay in the account."""
+        if self._cache is None or not 0 <= tokens <= self._position - self._prompt_len:
+            raise ValueError(f"tokens={tokens}: only decoded tokens can be forgotten")
+        self._cache.rewind(tokens)
+        self._position -= tokens
+        self._forgotten += tokens
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head in float32: [n, D] -> [n, V]. Call it on as many rows as fit in memory."""
@@ -147,7 +156,7 @@ class Session:
             IntegrityError: some layer ran a different number of calls than chunks and decode steps ask for, or a
                 sparse method produced no sparse call.
         """
-        if self._position != self._prompt_len + self._decoded:
+        if self._position != self._prompt_len + self._decoded - self._forgotten:
             raise IntegrityError(f"prefill stopped at {self._position} of {self._prompt_len} tokens")
         calls = self._calls
         for layer in range(self.layers):
@@ -173,9 +182,7 @@ class Session:
             meter=self._meter,
             calls=self._calls,
         )
-        output = self._body(
-            input_ids=ids[None], use_cache=True, evalkit=state, **{self._cache_argument: self._cache}
-        )
+        output = self._body(input_ids=ids[None], use_cache=True, evalkit=state, **{self._cache_argument: self._cache})
         self._position += len(ids)
         return output.last_hidden_state[0]
 

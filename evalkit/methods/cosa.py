@@ -63,7 +63,7 @@ class CoSA(Method):
         if self.block_size not in (64, 128):
             raise InputError("method.block_size", self.block_size, "64 or 128 tokens")
         if not 1 <= self.stride <= self.block_size:
-            raise InputError("method.stride", self.stride, f"1 to block_size={self.block_size} tokens (usual: 4, 8, 16)")
+            raise InputError("method.stride", self.stride, f"1 to block_size={self.block_size} (usual: 4, 8, 16)")
         for name, value, known in (
             ("method.select.rule", self.select.rule, RULES),
             ("method.order", self.order, ORDERS),
@@ -79,7 +79,7 @@ class CoSA(Method):
         elif self.select.budget is not None:
             raise InputError("method.select.budget", self.select.budget, "null unless method.select.rule=budget")
         if not math.isfinite(self.skip_scale) or self.skip_scale == 0:
-            raise InputError("method.skip_scale", self.skip_scale, "a finite number above 0, or -1 to turn skipping off")
+            raise InputError("method.skip_scale", self.skip_scale, "a number above 0, or -1 to turn skipping off")
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Algorithm A, lines 1-5."""

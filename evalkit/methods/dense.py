@@ -8,6 +8,7 @@ from typing import ClassVar
 from prefill_kernels import DensePlan, PagedKV
 from torch import Tensor
 
+from ..errors import InputError
 from .base import Method, PlanContext
 
 
@@ -19,7 +20,9 @@ class Dense(Method):
     chunkable: ClassVar[bool] = True
 
     def validate(self) -> None:
-        """There is nothing to set."""
+        """There is nothing to set; two spellings of one dense run would make two twins."""
+        if self.block_size != 128:
+            raise InputError("method.block_size", self.block_size, "128: dense has no blocks to choose")
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> DensePlan:
         """Attend to everything."""

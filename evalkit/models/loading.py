@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def load_tokenizer(source: Source, config: ModelConfig) -> PreTrainedTokenizerBa
     return AutoTokenizer.from_pretrained(source.location, revision=source.revision, **_gguf(config))
 
 
-def load_model(config: ModelConfig, source: Source, length: int, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def load_model(
+    config: ModelConfig, source: Source, length: int, device: torch.device, dtype: torch.dtype
+) -> LoadedModel:
     """Load weights for prompts of up to ``length`` tokens and check the applied RoPE.
 
     Raises:
@@ -127,7 +130,8 @@ def load_model(config: ModelConfig, source: Source, length: int, device: torch.d
             attn_implementation="sdpa",
             **_gguf(config),
         )
-    model = model.to(device).eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    torch.nn.Module.to(model, device)  # the method transformers overrides is typed away by its decorator
     return LoadedModel(model, load_tokenizer(source, config), check_rope(model, factor, original))
 
 
@@ -197,7 +201,7 @@ def _folder_checksum(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _quiet():  # type: ignore[no-untyped-def]
+def _quiet() -> Iterator[None]:
     """No progress bars of weight loading inside a sweep's own progress lines."""
     transformers_logging.disable_progress_bar()
     before = transformers_logging.get_verbosity()

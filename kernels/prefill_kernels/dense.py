@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -26,9 +27,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_offset: 
     if q_offset == 0:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     # SDPA's is_causal is aligned to the upper left; queries at an offset need the lower right.
+    mask: Tensor
     if q.is_cuda:
-        from torch.nn.attention.bias import causal_lower_right
-
         mask = causal_lower_right(q_len, kv_len)
     else:
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(q_offset)

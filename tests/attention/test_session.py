@@ -6,11 +6,6 @@ import inspect
 
 import pytest
 import torch
-from evalkit.attention import ATTENTION_NAME, Session
-from evalkit.errors import InputError, IntegrityError
-from evalkit.methods.base import Method
-from evalkit.methods.cosa import CoSA, Select
-from evalkit.methods.dense import Dense
 from prefill_kernels import DensePlan
 from transformers import (
     LlamaConfig,
@@ -22,6 +17,12 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from evalkit.attention import ATTENTION_NAME, Session
+from evalkit.errors import InputError, IntegrityError
+from evalkit.methods.base import Method
+from evalkit.methods.cosa import CoSA, Select
+from evalkit.methods.dense import Dense
 
 CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -95,7 +96,9 @@ def test_a_sparse_run_is_not_dense():
     assert account.calls == {"expected": 3, "sparse": 3, "dense": 0, "fallback": 0, "decode": 0}
 
 
-@pytest.mark.parametrize("method", [Dense(), SPARSE, CoSA(order="descending", select=Select(rule="budget", budget=0.4))])
+@pytest.mark.parametrize(
+    "method", [Dense(), SPARSE, CoSA(order="descending", select=Select(rule="budget", budget=0.4))]
+)
 @pytest.mark.parametrize("length", [128, 129, 300, 385])  # 129 and 385: the last chunk has one token
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_chunks_and_pages_change_nothing(method, length, kind):
@@ -127,6 +130,19 @@ def test_decode_is_dense_over_the_sparse_cache():
     for got, sparse, expected in zip(dense, steps, own, strict=True):
         assert (got - expected).abs().max() < 1e-4
         assert (sparse - expected).abs().max() > 1e-3
+
+
+def test_rewinding_forgets_decoded_tokens_and_keeps_the_books():
+    model = build()
+    with Session(model, SPARSE, page_size=16) as session:
+        session.prefill(prompt(200), keep_from=199, reserve=4)
+        first = session.decode(5)
+        session.decode(7)
+        session.rewind(2)
+        assert torch.equal(session.decode(5), first)
+        assert session.account().calls["decode"] == 9
+        with pytest.raises(ValueError, match="only decoded tokens"):
+            session.rewind(2)
 
 
 def test_keep_from_returns_the_tail_of_the_hidden_states():
@@ -202,7 +218,11 @@ def test_method_returning_dense_is_counted_as_fallback():
 def test_what_cannot_be_run_is_refused_by_name():
     mistral = MistralForCausalLM(
         MistralConfig(
-            vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
             num_key_value_heads=1,
         )
     )

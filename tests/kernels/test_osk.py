@@ -302,9 +302,7 @@ def test_batch_of_two_equals_each_alone():
     lists = random_lists(40, 4, seed=3, diagonal=True)
     plan = plan_of(lists, 40)
     both = BlockPlan(plan.order.repeat(2, 1, 1, 1), plan.count.repeat(2, 1, 1), B, 0, 40, 40, 40)
-    out, _ = block_attention(
-        torch.cat([q1, q2]), paged(torch.cat([k1, k2]), torch.cat([v1, v2])), both, scale=SCALE
-    )
+    out, _ = block_attention(torch.cat([q1, q2]), paged(torch.cat([k1, k2]), torch.cat([v1, v2])), both, scale=SCALE)
     for i, (q, k, v) in enumerate(((q1, k1, v1), (q2, k2, v2))):
         alone, _ = block_attention(q, paged(k, v), plan, scale=SCALE)
         torch.testing.assert_close(out[i : i + 1], alone, rtol=1e-12, atol=1e-14)

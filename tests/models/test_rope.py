@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from evalkit.errors import IntegrityError
-from evalkit.models.rope import apply_yarn, check_rope, expected_rope
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-SMALL = dict(
-    vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+from evalkit.errors import IntegrityError
+from evalkit.models.rope import apply_yarn, check_rope, expected_rope
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
     num_key_value_heads=1,
 )
 
 
 def qwen3(factor: float = 1.0):
     config = Qwen3Config(
-        **SMALL, head_dim=128, max_position_embeddings=40960,
+        **SMALL,
+        head_dim=128,
+        max_position_embeddings=40960,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     )
     apply_yarn(config, factor, 32768)
@@ -81,10 +89,16 @@ def test_changed_attention_factor_is_found():
 
 def test_llama3_scaling_matches_its_formula():
     config = LlamaConfig(
-        **SMALL, head_dim=128, max_position_embeddings=131072,
+        **SMALL,
+        head_dim=128,
+        max_position_embeddings=131072,
         rope_parameters={
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
         },
     )
     assert check_rope(LlamaForCausalLM(config), 1.0, None)["rope_type"] == "llama3"

@@ -43,16 +43,16 @@ def kap(
                             logits[j, c] = float(q[h, r - offset] @ k[h // group, c]) * scale
                 top = max(logits.values())
                 total = sum(math.exp(x - top) for x in logits.values())
-                pooled = {}
+                pooled: dict[int, float] = {}
                 for (j, _), x in logits.items():
                     pooled[j] = max(pooled.get(j, 0.0), math.exp(x - top) / total)
-                best = max(pooled.values())
+                best: float = max(pooled.values())
                 for j, value in pooled.items():
                     score[h, i - first, j] += value / best
                     flag[h, i - first, j] |= value == best
                     gap = abs(value / best - 1)
                     if value != best:
-                        margin[h, i - first, j] = min(margin[h, i - first, j], gap)
+                        margin[h, i - first, j] = min(float(margin[h, i - first, j]), gap)
     return score, flag, margin
 
 
@@ -75,7 +75,13 @@ def top_p(score: Tensor, order: list[int], p: float) -> list[int]:
 
 
 def osk(
-    q: Tensor, k: Tensor, v: Tensor, lists: list[list[list[int]]], block_size: int, scale: float, log_threshold: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: list[list[list[int]]],
+    block_size: int,
+    scale: float,
+    log_threshold: float | None,
     offset: int = 0,
 ) -> tuple[Tensor, list[list[list[bool]]]]:
     """Algorithm A, lines 7-22, row by row: output [Hq, Lq, d] and which listed blocks were computed."""
@@ -83,7 +89,7 @@ def osk(
     group = heads // k.shape[0]
     q, k, v = q.double(), k.double(), v.double()
     out = torch.zeros_like(q)
-    computed = []
+    computed: list[list[list[bool]]] = []
     for h in range(heads):
         computed.append([])
         for t, blocks in enumerate(lists[h]):

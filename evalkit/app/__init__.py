@@ -1,0 +1,1 @@
+"""The Hydra application: sweeper, isolated cells, one-line errors."""

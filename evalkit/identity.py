@@ -1,0 +1,78 @@
+"""Everything that can change a number, gathered into a cell's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import prefill_kernels
+import torch
+
+from .config import Cell
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "lm-eval", "numpy")
+NOT_NUMERIC = ("report", "app", "cli.py", "status.py")
+"""Parts of the harness that cannot change a measured number."""
+
+
+@cache
+def code_digest() -> str:
+    """Digest over the sources that compute numbers: kernels, methods, model, benchmarks, budget."""
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parent, Path(prefill_kernels.__file__).parent):
+        for file in sorted(root.rglob("*.py")):
+            name = file.relative_to(root)
+            if name.parts[0] not in NOT_NUMERIC:
+                digest.update(f"{root.name}/{name.as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that compute, and the digest of our own code."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return {**found, "code": code_digest()}
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    """The device as far as it decides how numbers round."""
+    if device.type == "cuda":
+        return {"type": "cuda", "name": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    return {"type": "cpu", "name": torch.backends.cpu.get_cpu_capability()}
+
+
+def cell_identity(
+    cell: Cell, *, device: torch.device, dtype: torch.dtype, backend: str, data: dict[str, str]
+) -> dict[str, Any]:
+    """Identity sections of a cell, as the store hashes them.
+
+    Args:
+        cell: validated cell.
+        device, dtype, backend: what the ``auto`` settings resolved to.
+        data: checksums of weights, tokenizer, prompt template and samples.
+    """
+    settings = cell.as_dict()
+    model = {key: value for key, value in settings["model"].items() if key != "name"}
+    execution = {key: value for key, value in settings["execution"].items() if key not in ("device", "backend", "seed")}
+    # Paths of local texts are labels: the samples' checksums say what was read.
+    task = {key: value for key, value in settings["task"].items() if key != "data"}
+    return {
+        "model": {
+            **model,
+            "dtype": str(dtype).removeprefix("torch."),
+            "rope_factor": cell.model.rope_factor(cell.task.length),
+        },
+        "method": settings["method"],
+        "task": {**task, "seed_of_run": settings["execution"]["seed"]},
+        "execution": {**execution, "backend": backend},
+        "data": data,
+        "versions": versions(),
+        "device": device_facts(device),
+    }

@@ -1,0 +1,90 @@
+"""Dense reference states: what fidelity compares a sparse run with.
+
+The dense model's final hidden states at the scored positions of a window are kept in the cache directory (they are
+hundreds of times smaller than its distributions) under a key of everything that can change them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .assets import cache_dir
+from .attention import Session
+from .methods.dense import Dense
+
+_ROWS = 256
+"""Rows of logits held at once: with a vocabulary of 152K in float32, 150 MB a distribution."""
+
+
+class DenseReference:
+    """Hidden states of the dense twin, from disk or computed on the spot.
+
+    Args:
+        model: the loaded model.
+        twin_key: hash of model, task, data, versions and device.
+    """
+
+    def __init__(self, model: PreTrainedModel, twin_key: str) -> None:
+        self.model = model
+        self.folder = cache_dir() / "reference" / twin_key
+
+    def states(self, ids: Tensor, keep_from: int, prompt_sha256: str) -> Tensor:
+        """Dense hidden states [N - keep_from, D] of a window."""
+        path = self.folder / f"{prompt_sha256[:16]}.safetensors"
+        if path.is_file():
+            try:
+                states = load_file(str(path), device=str(self.model.device))["states"]
+                if states.shape[0] == len(ids) - keep_from:
+                    return states
+            except (SafetensorError, KeyError):
+                pass  # damaged: it is derived data, made again below
+        with Session(self.model, Dense()) as dense:
+            states = dense.prefill(ids, keep_from=keep_from)
+            dense.account()
+        self._save(path, states)
+        return states
+
+    @staticmethod
+    def _save(path: Path, states: Tensor) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        save_file({"states": states.contiguous().cpu()}, str(scratch))
+        os.replace(scratch, path)
+
+
+@torch.inference_mode()
+def score_window(
+    session: Session, states: Tensor, targets: Tensor, reference: Tensor | None
+) -> tuple[float, float | None, float | None]:
+    """Loss of a window, and its fidelity to the dense model, with the LM head in pieces.
+
+    Args:
+        session: gives the LM head.
+        states: hidden states [n, D] that predict ``targets``.
+        targets: int64 [n].
+        reference: the dense model's hidden states [n, D], or None.
+
+    Returns:
+        Sum of negative log-likelihoods in nats; mean KL(dense || sparse) in nats and share of positions whose most
+        likely token agrees, or None for both.
+    """
+    nll = kl = torch.zeros((), dtype=torch.float64)
+    agree = 0
+    for start in range(0, len(targets), _ROWS):
+        rows = slice(start, start + _ROWS)
+        log_q = session.logits(states[rows]).log_softmax(-1)
+        nll = nll - log_q.gather(1, targets[rows, None]).double().sum().cpu()
+        if reference is not None:
+            log_p = session.logits(reference[rows]).log_softmax(-1)
+            kl = kl + (log_p.exp() * (log_p - log_q)).double().sum().cpu()
+            agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+    if reference is None:
+        return float(nll), None, None
+    return float(nll), float(kl) / len(targets), agree / len(targets)

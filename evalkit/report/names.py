@@ -1,0 +1,120 @@
+"""What cells, methods and tasks are called in a report, and the command that makes a missing dense twin."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..store import CellResult
+
+SHOWN_SUBTASKS = 2
+"""A task label names its subtasks up to this many, then counts them."""
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested settings as (dotted name, value), in their own order."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def model_label(cell: CellResult) -> str:
+    """Name of the cell's model."""
+    return str(cell.config.get("model", {}).get("name", "?"))
+
+
+def task_label(cell: CellResult) -> str:
+    """Task without its length: ``ruler (cwe, vt)``, ``ruler (13 tasks)``, ``perplexity (essays, last_quarter)``."""
+    task = cell.config.get("task", {})
+    name = str(task.get("name", "?"))
+    if "tasks" in task:
+        subtasks = [str(item) for item in task["tasks"]]
+        return f"{name} ({', '.join(subtasks) if len(subtasks) <= SHOWN_SUBTASKS else f'{len(subtasks)} tasks'})"
+    details = [Path(str(task[key])).name for key in ("corpus", "score") if task.get(key)]
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def method_labels(cells: Sequence[CellResult]) -> dict[str, str]:
+    """Method labels by cell key: the method's name and the knobs that tell it from its neighbours.
+
+    A knob is shown where its value differs between the cells of one method, or where the cell's own label shows it.
+    The in-kernel skip and the visiting order are left out where the skip is off, as the order changes nothing then.
+    """
+    values: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for cell in cells:
+        for name, value in _knobs(cell):
+            values[cell.method, name].add(str(value))
+
+    def label(cell: CellResult, idle: tuple[str, ...]) -> str:
+        named = {word.partition("=")[0] for word in cell.label.split() if "=" in word}
+        shown = [
+            f"{_short(name)}={_text(value)}"
+            for name, value in _knobs(cell)
+            if value is not None and name not in idle and (name in named or len(values[cell.method, name]) > 1)
+        ]
+        return " ".join([cell.method, *shown])
+
+    short = {cell.key: label(cell, () if _skips(cell) else ("skip_scale", "order")) for cell in cells}
+    taken = Counter((cell.twin, short[cell.key]) for cell in cells)
+    return {cell.key: short[cell.key] if taken[cell.twin, short[cell.key]] == 1 else label(cell, ()) for cell in cells}
+
+
+def series_labels(cells: Sequence[CellResult]) -> dict[str, str]:
+    """Series of a plot by cell key: the method, with its visiting order where an in-kernel skip lets the order act."""
+    skipping = {cell.method for cell in cells if _order(cell)}
+    labels = {}
+    for cell in cells:
+        order = _order(cell)
+        detail = f", skip, {order}" if order else ", no skip" if cell.method in skipping else ""
+        labels[cell.key] = cell.method + detail
+    return labels
+
+
+def _skips(cell: CellResult) -> bool:
+    scale = cell.config.get("method", {}).get("skip_scale")
+    return isinstance(scale, (int, float)) and scale > 0
+
+
+def _order(cell: CellResult) -> str:
+    return str(cell.config["method"].get("order") or "") if _skips(cell) else ""
+
+
+def _knobs(cell: CellResult) -> Iterator[tuple[str, Any]]:
+    for name, value in flat(cell.config.get("method", {})):
+        if name != "name":
+            yield name, value
+    for name, value in flat(cell.identity["execution"]):
+        if name != "threads":
+            yield name, value
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def twin_command(cell: CellResult) -> str:
+    """The command that makes (or finishes) the dense twin of ``cell``."""
+    kept = [item for item in cell.overrides if not _sets_method(item)]
+    if not cell.overrides:
+        task = cell.config.get("task", {})
+        kept = [f"model={model_label(cell)}", f"task={task.get('name')}"]
+        kept += [f"task.{name}={task[name]}" for name in ("length", "limit") if name in task]
+    return shlex.join(["evalkit", "run", "method=dense", *kept])
+
+
+def _sets_method(override: str) -> bool:
+    return override.lstrip("+~").startswith(("method=", "method.", "method@"))
+
+
+def unique(items: Iterable[str]) -> list[str]:
+    """Items without repeats, in their order."""
+    return list(dict.fromkeys(items))

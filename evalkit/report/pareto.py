@@ -1,0 +1,210 @@
+"""Quality against the budget really spent, with the frontier of what was measured."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .rows import METRICS, Row, Rows
+
+PLOTTED = ("accuracy", "perplexity", "kl")
+
+# Okabe and Ito's palette without black (dense) and yellow (vanishes on white), then three of Tol's. As the two cycles
+# differ in length, colour and marker together tell many more series apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+TITLE_WIDTH = 54
+BARS = "bars: 95 % interval of the paired difference to dense; for KL, of the value"
+GREY, DENSE = "#8a8a8a", "#1a1a1a"
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "svg.hashsalt": "evalkit",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Points that may be compared: one group and one metric.
+
+    Attributes:
+        metric: key of ``METRICS``.
+        rows: sparse and dense rows.
+    """
+
+    metric: str
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """What was measured on what."""
+        first = self.rows[0]
+        n = f"n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{max(row.n for row in self.rows)}"
+        lines = [first.task, f"{first.model}, {first.length} tokens, {n}"]
+        return "\n".join(part for line in lines for part in textwrap.wrap(line, TITLE_WIDTH))
+
+
+def panels(rows: Rows) -> list[Panel]:
+    """Panels of a report: each group that holds a sparse row; where averages over lengths exist they stand for them."""
+    averaged = {row.family for row in rows.level("average") if not row.dense}
+    shown = [row for row in rows.level("cell", "average") if (row.level == "average") == (row.family in averaged)]
+    found = []
+    for (_, metric), members in groupby(shown, key=lambda row: (row.group, row.metric)):
+        panel = Panel(metric, tuple(members))
+        if metric in PLOTTED and any(not row.dense for row in panel.rows):
+            found.append(panel)
+    return found
+
+
+def frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[tuple[float, float]]:
+    """Points that no other beats: none has a budget as low and a value as good, and one of the two better.
+
+    Args:
+        points: (budget, value).
+        higher_is_better: direction of the value.
+
+    Returns:
+        The points by rising budget, equal ones once.
+    """
+    sign = 1.0 if higher_is_better else -1.0
+    best, kept = -math.inf, []
+    for x, y in sorted(set(points), key=lambda point: (point[0], -sign * point[1])):
+        if sign * y > best:
+            kept.append((x, y))
+            best = sign * y
+    return kept
+
+
+def draw(rows: Rows) -> Figure | None:
+    """Draw every panel; ``None`` where there is no sparse result to compare."""
+    found = panels(rows)
+    if not found:
+        return None
+    series = sorted({row.series for panel in found for row in panel.rows if not row.dense})
+    columns = min(len(found), 3)
+    lines = math.ceil(len(found) / columns)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(4.3 * columns, 5.6), 3.5 * lines + 0.75), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(lines, columns, squeeze=False).flatten()
+        for axis, panel in zip(axes, found, strict=False):
+            _draw_panel(axis, panel, series)
+        for axis in axes[len(found) :]:
+            axis.set_visible(False)
+        handles: dict[str, Any] = {}
+        for axis in axes[: len(found)]:
+            handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        bars: Any = {"title": BARS, "title_fontproperties": {"size": 8}}
+        ordered = sorted(handles, key=lambda label: (label != "dense", label == "frontier", label))
+        figure.legend(
+            [handles[label] for label in ordered],
+            ordered,
+            loc="outside lower center",
+            ncols=min(len(ordered), 2 * columns if columns > 1 else 3),
+            **bars,
+        )
+    return figure
+
+
+def _draw_panel(axis: Axes, panel: Panel, series: Sequence[str]) -> None:
+    metric = METRICS[panel.metric]
+    dense = [row for row in panel.rows if row.dense]
+    sparse = [row for row in panel.rows if not row.dense]
+    points = [(row.B, row.value) for row in panel.rows]
+    if not dense:  # KL is not stored for dense; it is zero by definition
+        points.append((100.0, 0.0))
+    line = frontier(points, higher_is_better=metric.higher_is_better)
+    axis.plot(*zip(*line, strict=True), color=GREY, linewidth=1.3, zorder=2, label="frontier", drawstyle="steps-post")
+    level = dense[0].value if dense else 0.0
+    axis.axhline(level, color=DENSE, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    star: Any = {"marker": "*", "markersize": 12, "linestyle": "none", "clip_on": False}
+    axis.plot([100.0], [level], color=DENSE, zorder=5, label="dense", **star)
+    for name in series:
+        chosen = [row for row in sparse if row.series == name]
+        if chosen:
+            at = series.index(name)
+            _draw_series(axis, chosen, name, COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)])
+    _limits(axis, points, panel.metric)
+    axis.set_title(panel.title, loc="left")
+    axis.set_xlabel("realized budget B (% of dense)")
+    better = "higher" if metric.higher_is_better else "lower"
+    unit = f"{metric.unit}, " if metric.unit else ""
+    axis.set_ylabel(f"{metric.name} ({unit}{better} is better)")
+
+
+def _draw_series(axis: Axes, rows: Sequence[Row], name: str, colour: str, marker: str) -> None:
+    below, above = zip(*(_reach(row) for row in rows), strict=True)
+    axis.errorbar(
+        [row.B for row in rows],
+        [row.value for row in rows],
+        yerr=[below, above],
+        fmt=marker,
+        color=colour,
+        markersize=6,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        elinewidth=1.0,
+        capsize=2,
+        ecolor=(colour, 0.45),
+        zorder=4,
+        label=name,
+    )
+
+
+def _reach(row: Row) -> tuple[float, float]:
+    """Length of the error bar below and above: the paired difference's interval, or the value's own."""
+    if row.difference is not None and row.difference_low is not None and row.difference_high is not None:
+        return max(0.0, row.difference - row.difference_low), max(0.0, row.difference_high - row.difference)
+    if row.low is None or row.high is None:
+        return 0.0, 0.0
+    return max(0.0, row.value - row.low), max(0.0, row.high - row.value)
+
+
+def _limits(axis: Axes, points: Sequence[tuple[float, float]], metric: str) -> None:
+    """Show the points with room around; a long error bar may leave the panel, a point may not."""
+    values = [y for _, y in points]
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high) * 0.1 or 1.0
+    bottom, top = axis.get_ylim()
+    if metric == "accuracy":
+        bottom, top = max(bottom, -2.0), min(top, 102.0)
+    else:
+        bottom, top = max(bottom, low - 0.6 * span), min(top, high + 0.6 * span)
+    axis.set_ylim(min(bottom, low - 0.06 * span), max(top, high + 0.06 * span))
+    left = min(x for x, _ in points)
+    axis.set_xlim(max(0.0, left - 6.0) if left > 15 else 0.0, 103.0)
+
+
+def render(figure: Figure, kind: str) -> bytes:
+    """The figure as a file's content.
+
+    Args:
+        figure: from :func:`draw`.
+        kind: ``png`` or ``svg``.
+    """
+    buffer = io.BytesIO()
+    with rc_context(STYLE):
+        # Without a date the same numbers give the same file.
+        figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()

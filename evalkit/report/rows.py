@@ -1,0 +1,406 @@
+"""The numbers of a report: one row per cell and metric, per RULER subtask, and per average over lengths."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import pandas as pd
+
+from ..errors import StoreError
+from ..store import CellResult, canonical_json
+from . import averages, stats
+from .load import Loaded, by_sample
+from .names import method_labels, model_label, series_labels, task_label, unique
+from .stats import Estimate
+
+PERCENT = 100.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measured quantity.
+
+    Attributes:
+        name: as tables show it.
+        unit: ``%``, ``nats`` or empty.
+        higher_is_better: direction.
+        digits: decimals shown.
+    """
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    digits: int
+
+
+METRICS = {
+    "accuracy": Metric("accuracy", "%", True, 2),
+    "perplexity": Metric("perplexity", "", False, 3),
+    "kl": Metric("KL to dense", "nats", False, 4),
+    "top1": Metric("top-1 agreement", "%", True, 2),
+}
+
+BUDGETS = ("B", "B_stage1", "B_cost", "B_block", "B_stage1_block")
+"""Ratios of a sample that a cell averages with prompt tokens as weights."""
+
+
+@dataclass
+class Row:
+    """One line of the report. Accuracy, agreement and budgets are in percent.
+
+    Attributes:
+        level: ``cell``, ``subtask`` (one of a RULER cell's tasks) or ``average`` (over lengths).
+        group: rows of one group were measured on the same samples and may be compared.
+        family: what a group shares with those of other lengths.
+        model, method, series, task, length: labels.
+        metric: key of :data:`METRICS`.
+        value, low, high, n: the number, its 95 % interval, samples.
+        difference, difference_low, difference_high: to dense, paired.
+        B, B_stage1, B_cost, B_block, B_stage1_block: token-weighted means over samples.
+        B_pooled: ratio of sums over all samples.
+        layer_min, layer_max: extremes of B over layers and samples.
+        fallback_share: share of attention calls a sparse method answered densely.
+        warnings: samples that were stored with a warning.
+        dense: the row is a dense twin's.
+        subtask: name of the subtask.
+        key: cell keys.
+    """
+
+    level: str
+    group: str
+    family: str
+    model: str
+    method: str
+    series: str
+    task: str
+    length: str
+    metric: str
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    B: float = float("nan")
+    B_stage1: float = float("nan")
+    B_cost: float = float("nan")
+    B_block: float = float("nan")
+    B_stage1_block: float = float("nan")
+    B_pooled: float = float("nan")
+    layer_min: float = float("nan")
+    layer_max: float = float("nan")
+    fallback_share: float = 0.0
+    warnings: int = 0
+    dense: bool = False
+    subtask: str = ""
+    key: str = ""
+
+    @property
+    def beats_dense(self) -> bool:
+        """Sparse is better than dense by more than the interval allows for."""
+        if self.difference_low is None or self.difference_high is None or self.metric not in ("accuracy", "perplexity"):
+            return False
+        return self.difference_low > 0 if METRICS[self.metric].higher_is_better else self.difference_high < 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a report, and what is to be said about them.
+
+    Attributes:
+        rows: sorted for reading.
+        notes: one line each.
+    """
+
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+    def level(self, *levels: str) -> list[Row]:
+        """Rows of some levels."""
+        return [row for row in self.rows if row.level in levels]
+
+    def frame(self) -> pd.DataFrame:
+        """The rows as a data frame, in full precision."""
+        return pd.DataFrame(self.rows, columns=[item.name for item in fields(Row)])
+
+
+def build_rows(loaded: Loaded) -> Rows:
+    """Compute every number of the report.
+
+    Raises:
+        StoreError: a record lacks what a report needs.
+    """
+    names = _Names(loaded.cells)
+    rows: list[Row] = []
+    for cell in loaded.cells:
+        rows += _cell_rows(cell, loaded.twins.get(cell.key), names)
+    averaged, notes = _average_rows(loaded, names)
+    rows += averaged
+    rows.sort(key=_reading_order)
+    notes = [*loaded.notes, *notes, *_warning_notes(loaded.cells, names)]
+    for row in rows:
+        if row.level != "subtask" and row.beats_dense:
+            notes.append(f"sparse > dense: check {row.model}, {row.method}, {row.task}, {row.length}, {row.metric}")
+    return Rows(rows, notes)
+
+
+class _Names:
+    """Labels of the cells of one report; tasks that read alike but are not are told apart by their twin key."""
+
+    def __init__(self, cells: Sequence[CellResult]) -> None:
+        self.methods, self.series = method_labels(cells), series_labels(cells)
+        twins: dict[tuple[str, str, int], set[str]] = defaultdict(set)
+        for cell in cells:
+            twins[self._plain(cell)].add(cell.twin)
+        self._alike = {key for key, found in twins.items() if len(found) > 1}
+
+    def of(self, cell: CellResult) -> dict[str, str]:
+        task = task_label(cell)
+        if self._plain(cell) in self._alike:
+            task += f" #{cell.twin[:6]}"
+        return {
+            "model": model_label(cell),
+            "method": self.methods[cell.key],
+            "series": self.series[cell.key],
+            "task": task,
+        }
+
+    @staticmethod
+    def _plain(cell: CellResult) -> tuple[str, str, int]:
+        return model_label(cell), task_label(cell), _length(cell)
+
+
+def _length(cell: CellResult) -> int:
+    return int(cell.config.get("task", {}).get("length") or cell.records[0]["length"])
+
+
+# ---------------------------------------------------------------------------------------------------- rows of a cell
+def _cell_rows(cell: CellResult, twin: CellResult | None, names: _Names) -> Iterator[Row]:
+    common: dict[str, Any] = {
+        **names.of(cell),
+        "group": cell.twin,
+        "family": _family(cell),
+        "length": str(_length(cell)),
+        "dense": cell.is_dense,
+        "key": cell.key,
+    }
+    scores = _scores(cell)
+    if not scores:
+        for metric, estimate, difference in _loss_metrics(cell, twin):
+            yield _row("cell", metric, estimate, difference, {**common, **budget(cell.records)})
+        return
+    paired = _scores(twin) if twin is not None else None
+    for subtask in ["", *(scores if len(scores) > 1 else ())]:
+        part = {subtask: scores[subtask]} if subtask else scores
+        estimate, difference = _accuracy([(1.0, part, paired)])
+        records = [record for record in cell.records if record["task"] in part]
+        columns = {**common, **budget(records), "subtask": subtask}
+        yield _row("subtask" if subtask else "cell", "accuracy", estimate, difference, columns)
+
+
+def _row(level: str, metric: str, estimate: Estimate, difference: Estimate | None, rest: Mapping[str, Any]) -> Row:
+    if METRICS[metric].unit == "%":
+        estimate = estimate.times(PERCENT)
+        difference = None if difference is None else difference.times(PERCENT)
+    against: dict[str, Any] = {}
+    if difference is not None:
+        against = {
+            "difference": difference.value,
+            "difference_low": difference.low,
+            "difference_high": difference.high,
+        }
+    return Row(
+        level=level,
+        metric=metric,
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+        n=estimate.n,
+        **against,
+        **rest,
+    )
+
+
+Scores = dict[str, dict[int, float]]
+"""Scores by subtask and index."""
+
+
+def _scores(cell: CellResult) -> Scores:
+    """Scores of an accuracy cell; empty for a cell with a loss.
+
+    Raises:
+        StoreError: records of both kinds, or of neither.
+    """
+    kinds = {("score" in record["metrics"], "nll" in record["metrics"]) for record in cell.records}
+    if kinds == {(False, True)}:
+        return {}
+    if kinds != {(True, False)}:
+        raise StoreError(f"{cell.path}: records must all have metrics.score, or all metrics.nll")
+    scores: Scores = defaultdict(dict)
+    for record in cell.records:
+        scores[record["task"]][record["index"]] = float(record["metrics"]["score"])
+    return dict(scores)
+
+
+def _accuracy(parts: Sequence[tuple[float, Scores, Scores | None]]) -> tuple[Estimate, Estimate | None]:
+    """Mean accuracy and its paired difference to dense.
+
+    Args:
+        parts: (weight, scores, scores of dense), one a length; within a part every subtask weighs the same.
+    """
+    strata, differences = [], []
+    for weight, scores, dense in parts:
+        for name, by_index in scores.items():
+            share = weight / len(scores)
+            strata.append((share, list(by_index.values())))
+            if dense is not None:
+                differences.append((share, [score - dense[name][index] for index, score in by_index.items()]))
+    return stats.mean_score(strata), stats.score_difference(differences) if differences else None
+
+
+def _loss_metrics(cell: CellResult, twin: CellResult | None) -> Iterator[tuple[str, Estimate, Estimate | None]]:
+    metrics = [record["metrics"] for record in cell.records]
+    tokens = [m["tokens"] for m in metrics]
+    nll = [m["nll"] for m in metrics]
+    difference = None
+    if twin is not None:
+        dense = by_sample(twin)
+        base = [dense[key]["metrics"]["nll"] for key in by_sample(cell)]
+        difference = stats.perplexity_difference(nll, base, tokens)
+    yield "perplexity", stats.perplexity(nll, tokens), difference
+    if all("kl" in m for m in metrics):
+        yield "kl", stats.divergence([m["kl"] for m in metrics], tokens), None
+    if all("top1" in m for m in metrics):
+        yield "top1", stats.agreement([m["top1"] for m in metrics], tokens), None
+
+
+def budget(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Budget columns over samples, in percent.
+
+    Raises:
+        StoreError: a record has no budget.
+    """
+    try:
+        parts = [record["budget"] for record in records]
+        tokens = [float(record["prompt"]["tokens"]) for record in records]
+        found: dict[str, Any] = {
+            name: PERCENT * averages.weighted_mean([part[name] for part in parts], tokens) for name in BUDGETS
+        }
+        found["B_pooled"] = PERCENT * sum(part["computed"] for part in parts) / sum(part["dense"] for part in parts)
+        found["layer_min"] = PERCENT * min(part["layer_min"] for part in parts)
+        found["layer_max"] = PERCENT * max(part["layer_max"] for part in parts)
+        shares = [part["fallback_share"] for part in parts]
+        found["fallback_share"] = PERCENT * averages.weighted_mean(shares, [1.0] * len(shares))
+    except KeyError as exc:
+        first = records[0]
+        raise StoreError(f"records of {first['task']}@{first['length']} lack {exc.args[0]}") from None
+    found["warnings"] = sum(bool(record.get("warnings")) for record in records)
+    return found
+
+
+# -------------------------------------------------------------------------------------------- averages over lengths
+def _family(cell: CellResult) -> str:
+    """What cells share that differ in length only, whatever their method."""
+    identity, config = cell.identity, cell.config
+    model = {name: value for name, value in identity["model"].items() if name != "rope_factor"}
+    task = {name: value for name, value in identity["task"].items() if name != "length"}
+    shared = [model, model_label(cell), task, identity["versions"], identity["device"], identity["data"].get("weights")]
+    return _short_hash([*shared, config.get("model", {}).get("rope")])
+
+
+def _short_hash(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
+
+
+def _average_rows(loaded: Loaded, names: _Names) -> tuple[list[Row], list[str]]:
+    """Averages over RULER lengths, for each method that ran at more than one."""
+    runs: dict[tuple[str, str], dict[int, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    for cell in loaded.cells:
+        if _scores(cell):
+            how = canonical_json([cell.identity["method"], cell.identity["execution"]])
+            runs[_family(cell), how][_length(cell)].append(cell)
+    rows, notes = [], []
+    wanted: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for (family, _), by_length in runs.items():
+        if len(by_length) > 1:
+            wanted[family].add(tuple(sorted(by_length)))
+    for (family, _), by_length in runs.items():
+        if len(by_length) < 2:
+            continue
+        if any(len(cells) > 1 for cells in by_length.values()):
+            first = next(cells for cells in by_length.values() if len(cells) > 1)
+            notes.append(f"no average over lengths: several runs of {first[0].label}")
+            continue
+        cells = {length: found[0] for length, found in sorted(by_length.items())}
+        # Dense is averaged over the lengths of each sparse run too, so that its row can stand beside them.
+        own = tuple(cells)
+        for lengths in sorted(wanted[family]):
+            if lengths == own or (next(iter(cells.values())).is_dense and set(lengths) <= set(own)):
+                rows.append(_average({length: cells[length] for length in lengths}, loaded, names))
+    return rows, notes
+
+
+def _average(cells: Mapping[int, CellResult], loaded: Loaded, names: _Names) -> Row:
+    first = next(iter(cells.values()))
+    weight = 1 / len(cells)
+    parts = []
+    for cell in cells.values():
+        twin = loaded.twins.get(cell.key)
+        parts.append((weight, _scores(cell), _scores(twin) if twin is not None else None))
+    estimate, difference = _accuracy(parts)
+    by_length = {length: budget(cell.records) for length, cell in cells.items()}
+    weighted = (*BUDGETS, "B_pooled")
+    columns: dict[str, Any] = {
+        name: averages.budget_over_lengths({length: found[name] for length, found in by_length.items()})
+        for name in weighted
+    }
+    found = list(by_length.values())
+    labels = names.of(first)
+    family = _family(first)
+    row = _row(
+        "average",
+        "accuracy",
+        estimate,
+        difference,
+        {
+            **labels,
+            **columns,
+            "task": labels["task"].partition(" #")[0],
+            "layer_min": min(part["layer_min"] for part in found),
+            "layer_max": max(part["layer_max"] for part in found),
+            "fallback_share": averages.weighted_mean([part["fallback_share"] for part in found], [1.0] * len(found)),
+            "warnings": sum(part["warnings"] for part in found),
+            "group": _short_hash([family, list(cells)]),
+            "family": family,
+            "length": f"mean of {', '.join(str(length) for length in cells)}",
+            "dense": first.is_dense,
+            "key": " ".join(cell.key for cell in cells.values()),
+        },
+    )
+    scores = {length: _accuracy([(1.0, _scores(cell), None)])[0].value for length, cell in cells.items()}
+    row.value = PERCENT * averages.accuracy_over_lengths(scores)
+    return row
+
+
+# ----------------------------------------------------------------------------------------------------------- order
+def _reading_order(row: Row) -> tuple[Any, ...]:
+    """Groups together, short lengths first, averages last; within a metric dense first, then by falling budget."""
+    length = int(row.length) if row.length.isdigit() else 10**12
+    where = (row.model, row.task.split()[0], row.level == "subtask", length, row.length, row.task, row.group)
+    return *where, list(METRICS).index(row.metric), row.subtask, not row.dense, -row.B, row.method
+
+
+def _warning_notes(cells: Sequence[CellResult], names: _Names) -> list[str]:
+    notes = []
+    for cell in cells:
+        counts = Counter(text for record in cell.records for text in unique(record.get("warnings") or ()))
+        label = names.of(cell)
+        for text, count in counts.items():
+            where = f"{label['model']}, {label['method']}, {label['task']} at {_length(cell)}"
+            notes.append(f"warning in {count} of {len(cell.records)} samples of {where}: {text}")
+    return notes

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import html.parser
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from evalkit.errors import EvalkitError, InputError
+from evalkit.report import FILES, table, write_report
+from evalkit.report.load import load
+from evalkit.report.rows import build_rows
+
+
+def test_all_files_are_written_and_the_table_is_printed(cells, console, tmp_path):
+    cells.demo()
+    paths = write_report([cells.out], tmp_path / "new" / "report", console=console)
+    written = {name: getattr(paths, name) for name in FILES}
+    assert all(path.is_file() and path.stat().st_size > 500 for path in written.values())
+    assert {path.name for path in written.values()} == set(FILES.values())
+    text = console.file.getvalue()
+    assert "tiny, perplexity (essays, last_quarter), 2048 tokens" in text
+    assert "cosa p=0.95 order=ascending skip_scale=512" in text
+    assert "B_stage1 %" in text and "fallback %" not in text and "warnings" not in text
+    assert f"wrote {paths.html}" in text
+
+
+def test_out_is_the_first_directory_by_default(cells, console):
+    cells.perplexity("dense")
+    paths = write_report([cells.out], console=console)
+    assert paths.csv == cells.out / "report.csv"
+    assert paths.png is None and paths.svg is None, "nothing to compare"
+    assert paths.html is not None and "<svg" not in paths.html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [(("csv",), {"csv"}), (("md", "tex"), {"markdown", "latex"}), (("svg", "svg"), {"svg"}), ((), set(FILES))],
+)
+def test_formats(cells, console, tmp_path, formats, expected):
+    cells.demo()
+    paths = write_report([cells.out], tmp_path / "out", formats=formats, console=console)
+    assert {name for name in FILES if getattr(paths, name)} == expected
+    assert len(list((tmp_path / "out").iterdir())) == len(expected)
+
+
+def test_unknown_format_has_near_matches(cells, console):
+    with pytest.raises(InputError, match="format='markdwn': did you mean markdown"):
+        write_report([cells.out], formats=["markdwn"], console=console)
+
+
+def test_out_that_is_a_file(cells, console, tmp_path):
+    cells.perplexity("dense")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="out="):
+        write_report([cells.out], tmp_path / "file", console=console)
+
+
+def test_a_missing_twin_writes_nothing(cells, console):
+    cells.perplexity(p=0.9, share=0.4)
+    with pytest.raises(EvalkitError, match="evalkit run method=dense"):
+        write_report([cells.out], console=console)
+    assert [path.name for path in cells.out.iterdir()] == ["cells"] and not console.file.getvalue()
+
+
+def test_csv_has_every_number_in_full(cells, console):
+    cells.demo()
+    paths = write_report([cells.out], formats=["csv"], console=console)
+    frame = pd.read_csv(paths.csv)
+    rows = build_rows(load([cells.out]))
+    assert len(frame) == len(rows.rows)
+    for name in ("value", "low", "high", "difference", "B", "B_cost", "B_pooled", "B_block", "layer_min", "layer_max"):
+        expected = [math.nan if getattr(row, name) is None else getattr(row, name) for row in rows.rows]
+        np.testing.assert_allclose(frame[name], expected, rtol=1e-12)
+    wanted = {"model", "method", "task", "length", "metric", "n", "B_stage1", "fallback_share", "warnings", "level"}
+    assert wanted <= set(frame.columns)
+
+
+def test_markdown_tables_are_whole(cells, console):
+    cells.demo()
+    few = iter(list(synthetic.perplexity_records(share=0.4))[:1])
+    synthetic.write_cell(cells.out, synthetic.config(p=0.5), few, end=lambda store: None, expected=4)
+    paths = write_report([cells.out], formats=["markdown"], console=console)
+    text = paths.markdown.read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in lines} == {len(table.COLUMNS) + 1}
+    assert "## tiny, ruler (niah_multikey_1, vt), 4096 tokens, by subtask" in text
+    assert "vt: accuracy (%)" in text
+    notes = text.partition("## Notes")[2]
+    assert "left out, abandoned with 1 of 4 samples: tiny cosa select.p=0.5" in notes
+    assert "note: left out, abandoned" in console.file.getvalue()
+
+
+def test_latex_escapes_and_balances(cells, console):
+    cells.demo()
+    text = write_report([cells.out], formats=["latex"], console=console).latex.read_text()
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3
+    body = [line for line in text.splitlines() if not line.startswith("%")]
+    assert any(r"hrm\_first" in line for line in body) and not any("hrm_first" in line for line in body)
+    assert r"B \%" in text
+    assert {line.count(" & ") for line in body if line.rstrip().endswith(r"\\")} == {len(table.COLUMNS) - 1}
+
+
+class Links(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "data") and not value.startswith("#"):
+                self.found.append(value)
+
+
+def test_page_needs_nothing_else_and_escapes(cells, console):
+    cells.demo()
+    records = list(synthetic.perplexity_records(share=0.4))
+    records[0][0]["warnings"] = ["<script>alert(1)</script>"]
+    synthetic.write_cell(cells.out, synthetic.config(p=0.5), iter(records))
+    text = write_report([cells.out], formats=["html"], console=console).html.read_text()
+    links = Links()
+    links.feed(text)
+    assert not links.found and "script" not in links.tags and "link" not in links.tags and "svg" in links.tags
+    assert "@import" not in text and "<?xml" not in text and "&lt;script&gt;" in text
+    assert links.tags.count("table") == 3
+
+
+def test_terminal_shows_columns_that_say_something(cells, console):
+    cells.perplexity("dense")
+    records = synthetic.perplexity_records(share=0.4, damage=0.1, warnings=["w"], fallback=0.25)
+    synthetic.write_cell(cells.out, synthetic.config(p=0.9), records)
+    write_report([cells.out], formats=["csv"], console=console)
+    text = console.file.getvalue()
+    assert "fallback %" in text and "25.0" in text and "warnings" in text
+
+
+def test_dash_for_what_is_undefined(cells):
+    cells.perplexity("dense", limit=1)
+    cells.perplexity(p=0.9, damage=0.1, share=0.4, limit=1)
+    text = table.markdown(build_rows(load([cells.out])))
+    (line,) = [line for line in text.splitlines() if "| cosa" in line and "| perplexity" in line]
+    fields = [part.strip() for part in line.strip("|").split("|")]
+    assert fields[4] == "-" and fields[5].endswith(" -") and fields[5].startswith("+")
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "sign", "expected"),
+    [
+        (1.234567, 3, False, "1.235"),
+        (1.0, 2, True, "+1.00"),
+        (-0.5, 1, True, "-0.5"),
+        (None, 2, False, "-"),
+        (math.nan, 2, False, "-"),
+        (math.inf, 2, False, "inf"),
+        (2.5e9, 2, False, "2.5e+09"),
+    ],
+)
+def test_numbers(value, digits, sign, expected):
+    assert table.number(value, digits, sign=sign) == expected
