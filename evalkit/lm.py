@@ -22,6 +22,7 @@ from .benchmarks import ruler
 from .benchmarks.perplexity import Windows, ids_sha256
 from .benchmarks.ruler import Sample
 from .errors import IntegrityError
+from .methods.dense import Dense
 from .prompts import PromptRenderer
 from .reference import DenseReference, score_window
 from .store import CellStore
@@ -209,12 +210,14 @@ class EvalkitLM(LM):
         tokens = torch.tensor(ids)
         sha256 = ids_sha256(ids)
         self._fits(len(ids), doc["task"])
-        states = self.session.prefill(tokens, keep_from=start - 1)[:-1]
+        states = self.session.prefill(tokens, keep_from=start - 1)
         reference = None
         if self.reference is not None:
+            if isinstance(self.session.method, Dense):
+                self.reference.keep(sha256, states)
             reference = self.reference.states(tokens, start - 1, sha256)[:-1]
         targets = tokens[start:].to(states.device)
-        nll, kl, top1 = score_window(self.session, states, targets, reference)
+        nll, kl, top1 = score_window(self.session, states[:-1], targets, reference)
         if not math.isfinite(nll):
             raise IntegrityError(f"window {doc['index']}: the loss is {nll}")
         metrics: dict[str, float] = {"nll": nll, "tokens": len(targets)}

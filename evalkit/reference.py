@@ -35,9 +35,13 @@ class DenseReference:
         self.model = model
         self.folder = cache_dir() / "reference" / twin_key
 
+    def keep(self, prompt_sha256: str, states: Tensor) -> None:
+        """Keep the hidden states that a dense cell has just computed."""
+        self._save(self._path(prompt_sha256), states)
+
     def states(self, ids: Tensor, keep_from: int, prompt_sha256: str) -> Tensor:
         """Dense hidden states [N - keep_from, D] of a window."""
-        path = self.folder / f"{prompt_sha256[:16]}.safetensors"
+        path = self._path(prompt_sha256)
         if path.is_file():
             try:
                 states = load_file(str(path), device=str(self.model.device))["states"]
@@ -50,6 +54,9 @@ class DenseReference:
             dense.account()
         self._save(path, states)
         return states
+
+    def _path(self, prompt_sha256: str) -> Path:
+        return self.folder / f"{prompt_sha256[:16]}.safetensors"
 
     @staticmethod
     def _save(path: Path, states: Tensor) -> None:

@@ -6,6 +6,6 @@
 """
 
 from .interface import ATTENTION_NAME
-from .session import Session
+from .session import Session, check_supported
 
-__all__ = ["ATTENTION_NAME", "Session"]
+__all__ = ["ATTENTION_NAME", "Session", "check_supported"]

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 from prefill_kernels import resolve_backend
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..budget import BudgetMeter, SampleBudget
 from ..errors import InputError, IntegrityError
@@ -36,9 +36,8 @@ class Account:
     prefill_seconds: float
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raise :class:`InputError` unless the model's class and layers are ones this patch is tested on."""
-    config = model.config
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise :class:`InputError` unless the model's type and layers are ones this patch is tested on."""
     if config.model_type not in SUPPORTED:
         raise InputError("model", config.model_type, f"a model of type {', '.join(SUPPORTED)}")
     sliding = [i for i, kind in enumerate(getattr(config, "layer_types", None) or []) if kind != "full_attention"]
@@ -68,7 +67,7 @@ class Session:
         page_shuffle: int | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        check_supported(model)
+        check_supported(model.config)
         method.validate()
         if chunk_size is not None:
             if not method.chunkable:

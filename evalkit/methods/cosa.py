@@ -38,7 +38,7 @@ class CoSA(Method):
     """Proxy-kernel co-designed sparse prefill.
 
     Attributes:
-        block_size: b, logical query and key block.
+        block_size: b, logical key block and query tile (the tile that votes on a skip); the paper's is 128.
         stride: s, tokens between the rows the proxy samples.
         select: Stage-1 selection.
         order: visiting order of the kept blocks; ``ascending`` and ``descending`` are "without remap".
@@ -78,8 +78,8 @@ class CoSA(Method):
                 raise InputError("method.select.budget", self.select.budget, "above 0, at most 1, for rule=budget")
         elif self.select.budget is not None:
             raise InputError("method.select.budget", self.select.budget, "null unless method.select.rule=budget")
-        if not math.isfinite(self.skip_scale) or self.skip_scale == 0:
-            raise InputError("method.skip_scale", self.skip_scale, "a number above 0, or -1 to turn skipping off")
+        if not math.isfinite(self.skip_scale):
+            raise InputError("method.skip_scale", self.skip_scale, "a finite number; 0 or less turns skipping off")
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Algorithm A, lines 1-5."""

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from ..assets import cache_dir, extract_member, package_file, sha256_file
+from ..attention import check_supported
 from ..config import ModelConfig, PackageRef
 from ..errors import InputError, MissingAsset
 from .rope import apply_yarn, check_rope
@@ -108,12 +109,13 @@ def load_model(
     """Load weights for prompts of up to ``length`` tokens and check the applied RoPE.
 
     Raises:
-        InputError: ``length`` is beyond what the weights' own config allows.
+        InputError: a model type this harness does not patch, or a ``length`` beyond what the weights' config allows.
         IntegrityError: the applied RoPE is not the requested one.
     """
     factor = config.rope_factor(length)
     original = config.rope.original or config.native_context
     settings = AutoConfig.from_pretrained(source.location, revision=source.revision, **_gguf(config))
+    check_supported(settings)
     if settings.max_position_embeddings < config.native_context:
         raise InputError(
             "model.native_context",
@@ -146,10 +148,12 @@ def _converted(package: PackageRef) -> Path:
     target = cache_dir() / "models" / f"{package.name}-{package.version}-{package.sha256[:12]}"
     stamp = target / "conversion.json"
     if stamp.is_file():
-        for name, digest in json.loads(stamp.read_text()).items():
-            file = target / name
-            if not file.is_file() or sha256_file(file) != digest:
-                raise MissingAsset(f"{file}: damaged; delete {target} to convert {package.name} again")
+        expected = {target / name: digest for name, digest in json.loads(stamp.read_text()).items()}
+        absent = [file for file in expected if not file.is_file()]
+        found = {} if absent else _digests(list(expected))
+        damaged = absent or [file for file, digest in expected.items() if found[file] != digest]
+        if damaged:
+            raise MissingAsset(f"{damaged[0]}: damaged; delete {target} to convert {package.name} again")
         return target
     from transformers import GgufConfig
 
@@ -177,27 +181,33 @@ def _converted(package: PackageRef) -> Path:
 
 
 def _folder_checksum(folder: Path) -> str:
-    """Digest over every file that shapes the model; large files are hashed once and remembered by size and time."""
-    memo_file = cache_dir() / "checksums.json"
-    memo: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        memo = json.loads(memo_file.read_text())
-    digest = hashlib.sha256()
+    """Digest over every file that shapes the model."""
     suffixes = {".json", ".safetensors", ".bin", ".gguf", ".model", ".txt", ".jinja"}
     files = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in suffixes)
     if not any(f.name == "config.json" or f.suffix == ".gguf" for f in files):
         raise MissingAsset(f"model.path={str(folder)!r}: no config.json or .gguf file in this directory")
+    lines = [f"{file.name}:{digest}\n" for file, digest in _digests(files).items()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _digests(files: list[Path]) -> dict[Path, str]:
+    """SHA-256 of each file. Weights are large: a digest is remembered with the file's size and time of change."""
+    memo_file = cache_dir() / "checksums.json"
+    memo: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        memo = json.loads(memo_file.read_text())
+    keys = {}
     for file in files:
         state = file.stat()
-        key = f"{file.resolve()}:{state.st_size}:{state.st_mtime_ns}"
-        if key not in memo:
-            memo[key] = sha256_file(file)
-        digest.update(f"{file.name}:{memo[key]}\n".encode())
-    memo_file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = memo_file.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(memo))
-    os.replace(scratch, memo_file)
-    return digest.hexdigest()
+        keys[file] = f"{file.resolve()}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+    missing = [file for file in files if keys[file] not in memo]
+    if missing:
+        memo |= {keys[file]: sha256_file(file) for file in missing}
+        memo_file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = memo_file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(memo))
+        os.replace(scratch, memo_file)
+    return {file: memo[keys[file]] for file in files}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from .rows import METRICS, Row, Rows
 
-PLOTTED = ("accuracy", "perplexity", "kl")
+PLOTTED = ("accuracy", "first_token", "perplexity", "kl")
 
 # Okabe and Ito's palette without black (dense) and yellow (vanishes on white), then three of Tol's. As the two cycles
 # differ in length, colour and marker together tell many more series apart.
@@ -187,7 +187,7 @@ def _limits(axis: Axes, points: Sequence[tuple[float, float]], metric: str) -> N
     low, high = min(values), max(values)
     span = (high - low) or abs(high) * 0.1 or 1.0
     bottom, top = axis.get_ylim()
-    if metric == "accuracy":
+    if METRICS[metric].unit == "%":
         bottom, top = max(bottom, -2.0), min(top, 102.0)
     else:
         bottom, top = max(bottom, low - 0.6 * span), min(top, high + 0.6 * span)

@@ -39,10 +39,14 @@ class Metric:
 
 METRICS = {
     "accuracy": Metric("accuracy", "%", True, 2),
+    "first_token": Metric("first answer token", "%", True, 2),
     "perplexity": Metric("perplexity", "", False, 3),
     "kl": Metric("KL to dense", "nats", False, 4),
     "top1": Metric("top-1 agreement", "%", True, 2),
 }
+
+SCORES = {"accuracy": "score", "first_token": "first_token"}
+"""Metrics that are means of numbers in [0, 1] over subtasks, and the field of a record they come from."""
 
 BUDGETS = ("B", "B_stage1", "B_cost", "B_block", "B_stage1_block")
 """Ratios of a sample that a cell averages with prompt tokens as weights."""
@@ -194,13 +198,15 @@ def _cell_rows(cell: CellResult, twin: CellResult | None, names: _Names) -> Iter
         for metric, estimate, difference in _loss_metrics(cell, twin):
             yield _row("cell", metric, estimate, difference, {**common, **budget(cell.records)})
         return
-    paired = _scores(twin) if twin is not None else None
-    for subtask in ["", *(scores if len(scores) > 1 else ())]:
-        part = {subtask: scores[subtask]} if subtask else scores
-        estimate, difference = _accuracy([(1.0, part, paired)])
-        records = [record for record in cell.records if record["task"] in part]
-        columns = {**common, **budget(records), "subtask": subtask}
-        yield _row("subtask" if subtask else "cell", "accuracy", estimate, difference, columns)
+    for metric in SCORES:
+        scores = _scores(cell, metric)
+        paired = _scores(twin, metric) if twin is not None else None
+        for subtask in ["", *(scores if len(scores) > 1 else ())] if scores else []:
+            part = {subtask: scores[subtask]} if subtask else scores
+            estimate, difference = _mean_score([(1.0, part, paired)])
+            records = [record for record in cell.records if record["task"] in part]
+            columns = {**common, **budget(records), "subtask": subtask}
+            yield _row("subtask" if subtask else "cell", metric, estimate, difference, columns)
 
 
 def _row(level: str, metric: str, estimate: Estimate, difference: Estimate | None, rest: Mapping[str, Any]) -> Row:
@@ -230,8 +236,8 @@ Scores = dict[str, dict[int, float]]
 """Scores by subtask and index."""
 
 
-def _scores(cell: CellResult) -> Scores:
-    """Scores of an accuracy cell; empty for a cell with a loss.
+def _scores(cell: CellResult, metric: str = "accuracy") -> Scores:
+    """Scores of an accuracy cell; empty for a cell with a loss, and where some record lacks the metric.
 
     Raises:
         StoreError: records of both kinds, or of neither.
@@ -241,14 +247,17 @@ def _scores(cell: CellResult) -> Scores:
         return {}
     if kinds != {(True, False)}:
         raise StoreError(f"{cell.path}: records must all have metrics.score, or all metrics.nll")
+    field = SCORES[metric]
+    if not all(field in record["metrics"] for record in cell.records):
+        return {}
     scores: Scores = defaultdict(dict)
     for record in cell.records:
-        scores[record["task"]][record["index"]] = float(record["metrics"]["score"])
+        scores[record["task"]][record["index"]] = float(record["metrics"][field])
     return dict(scores)
 
 
-def _accuracy(parts: Sequence[tuple[float, Scores, Scores | None]]) -> tuple[Estimate, Estimate | None]:
-    """Mean accuracy and its paired difference to dense.
+def _mean_score(parts: Sequence[tuple[float, Scores, Scores | None]]) -> tuple[Estimate, Estimate | None]:
+    """Mean score and its paired difference to dense.
 
     Args:
         parts: (weight, scores, scores of dense), one a length; within a part every subtask weighs the same.
@@ -341,18 +350,21 @@ def _average_rows(loaded: Loaded, names: _Names) -> tuple[list[Row], list[str]]:
         own = tuple(cells)
         for lengths in sorted(wanted[family]):
             if lengths == own or (next(iter(cells.values())).is_dense and set(lengths) <= set(own)):
-                rows.append(_average({length: cells[length] for length in lengths}, loaded, names))
+                chosen = {length: cells[length] for length in lengths}
+                for metric in SCORES:
+                    if all(_scores(cell, metric) for cell in chosen.values()):
+                        rows.append(_average(chosen, metric, loaded, names))
     return rows, notes
 
 
-def _average(cells: Mapping[int, CellResult], loaded: Loaded, names: _Names) -> Row:
+def _average(cells: Mapping[int, CellResult], metric: str, loaded: Loaded, names: _Names) -> Row:
     first = next(iter(cells.values()))
     weight = 1 / len(cells)
     parts = []
     for cell in cells.values():
         twin = loaded.twins.get(cell.key)
-        parts.append((weight, _scores(cell), _scores(twin) if twin is not None else None))
-    estimate, difference = _accuracy(parts)
+        parts.append((weight, _scores(cell, metric), _scores(twin, metric) if twin is not None else None))
+    estimate, difference = _mean_score(parts)
     by_length = {length: budget(cell.records) for length, cell in cells.items()}
     weighted = (*BUDGETS, "B_pooled")
     columns: dict[str, Any] = {
@@ -364,7 +376,7 @@ def _average(cells: Mapping[int, CellResult], loaded: Loaded, names: _Names) -> 
     family = _family(first)
     row = _row(
         "average",
-        "accuracy",
+        metric,
         estimate,
         difference,
         {
@@ -382,7 +394,7 @@ def _average(cells: Mapping[int, CellResult], loaded: Loaded, names: _Names) -> 
             "key": " ".join(cell.key for cell in cells.values()),
         },
     )
-    scores = {length: _accuracy([(1.0, _scores(cell), None)])[0].value for length, cell in cells.items()}
+    scores = {length: _mean_score([(1.0, _scores(cell, metric), None)])[0].value for length, cell in cells.items()}
     row.value = PERCENT * averages.accuracy_over_lengths(scores)
     return row
 

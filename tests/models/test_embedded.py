@@ -104,7 +104,7 @@ def test_conversion_happens_once_and_damage_is_found(loaded, monkeypatch):
     assert locate(CONFIG) == source
     stamp = json.loads(open(f"{source.location}/conversion.json").read())
     assert "model.safetensors" in stamp and "tokenizer.json" in stamp
-    monkeypatch.setattr(loading, "sha256_file", lambda path: "0" * 64)
+    monkeypatch.setattr(loading, "_digests", lambda files: dict.fromkeys(files, "0" * 64))
     with pytest.raises(MissingAsset, match="damaged; delete"):
         locate(CONFIG)
 
@@ -129,6 +129,15 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
         locate(ModelConfig(name="x", native_context=10, path=str(tmp_path)))
     with pytest.raises(MissingAsset, match=r"model.path='nobody/none'.*give its directory"):
         locate(ModelConfig(name="x", native_context=10, path="nobody/none"))
+
+
+def test_model_types_that_are_not_patched_are_refused_before_weights_are_read(tmp_path):
+    from transformers import MistralConfig
+
+    MistralConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    config = ModelConfig(name="x", native_context=10, path=str(tmp_path))
+    with pytest.raises(InputError, match="model='mistral': a model of type llama, qwen2, qwen3"):
+        load_model(config, locate(config), 10, CPU, torch.float32)
 
 
 def test_context_the_weights_do_not_have_is_refused(loaded):

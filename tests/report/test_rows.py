@@ -55,6 +55,25 @@ def test_cells_without_fidelity_have_perplexity_only(cells):
     assert [row.metric for row in built(cells).rows] == ["perplexity"]
 
 
+def test_first_answer_token_beside_accuracy(cells):
+    probabilities = {"dense": [0.9, 0.7, 0.8], "cosa": [0.5, 0.6, 0.1]}
+    for method, values in probabilities.items():
+        for length, factor in ((4096, 1.0), (8192, 0.5)):
+            records = list(synthetic.ruler_records({"vt": [1.0, 0.0, 1.0]}, length=length))
+            for (record, _), value in zip(records, values, strict=True):
+                record["metrics"]["first_token"] = factor * value
+            settings = synthetic.config(method, task="ruler", length=length, limit=3, tasks=("vt",))
+            synthetic.write_cell(cells.out, settings, iter(records))
+    rows = built(cells)
+    row = one(rows, metric="first_token", length="4096", dense=False)
+    assert row.value == pytest.approx(40.0) and row.difference == pytest.approx(
+        100 * stats.score_difference([(1.0, [-0.4, -0.1, -0.7])]).value
+    )
+    assert one(rows, metric="accuracy", length="4096", dense=False).value == pytest.approx(200 / 3)
+    assert one(rows, metric="first_token", level="average", dense=True).value == pytest.approx(60.0)
+    assert one(rows, metric="accuracy", level="average", dense=True).value == pytest.approx(200 / 3)
+
+
 def test_one_window_has_no_interval(cells):
     cells.perplexity("dense", limit=1)
     cells.perplexity(p=0.9, damage=0.1, share=0.4, limit=1)
