@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import platform
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,29 @@ def device_facts(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         return {"type": "cuda", "name": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     return {"type": "cpu", "name": torch.backends.cpu.get_cpu_capability()}
+
+
+def provenance(device: torch.device) -> dict[str, str | None]:
+    """What is worth knowing of a run and changes no number: the machine's name and the commit of the checkout."""
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {"machine": machine, "commit": _commit()}
+
+
+def _processor() -> str:
+    cores = torch.get_num_threads()
+    name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+    return f"{name}, {cores} threads"
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this package lies in, marked when it has changes; None outside a checkout."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    done = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
 
 
 def cell_identity(

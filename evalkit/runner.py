@@ -25,7 +25,7 @@ from .benchmarks.perplexity import Windows, build_windows
 from .config import Cell, PerplexityConfig, RulerConfig
 from .corpora import Corpora
 from .errors import IntegrityError
-from .identity import cell_identity
+from .identity import cell_identity, provenance
 from .lm import EvalkitLM, ProgressLines
 from .models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
 from .prompts import PromptRenderer
@@ -73,11 +73,11 @@ def run_cell(cell: Cell, opened: Callable[[Path], None] = lambda path: None) -> 
         resolved = _resolve(cell)
     except Exception as error:
         # What the cell would be called is not known yet: the failure is kept under its settings alone.
-        with _open(cell, unresolved, None) as store:
+        with _open(cell, unresolved) as store:
             opened(store.path)
             store.fail(error)
         raise
-    with _open(cell, resolved.identity, resolved.prepared.count) as store:
+    with _open(cell, resolved.identity, resolved.prepared.count, resolved.device) as store:
         opened(store.path)
         # The cell has its own directory now; an earlier failure to get this far is history.
         shutil.rmtree(cell.out / CELLS / cell_key(unresolved), ignore_errors=True)
@@ -123,13 +123,15 @@ def _unresolved(cell: Cell) -> dict[str, Any]:
     return {**sections, "data": {}, "versions": {}, "device": {}}
 
 
-def _open(cell: Cell, identity: dict[str, Any], expected: int | None) -> CellStore:
+def _open(
+    cell: Cell, identity: dict[str, Any], expected: int | None = None, device: torch.device | None = None
+) -> CellStore:
     return CellStore.open(
         cell.out,
         identity,
         label=cell.label,
         overrides=cell.overrides,
-        cell_config=cell.as_dict(),
+        cell_config={**cell.as_dict(), "provenance": provenance(device) if device else {}},
         expected_samples=expected,
     )
 

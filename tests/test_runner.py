@@ -132,6 +132,7 @@ def test_a_ruler_cell_end_to_end(models, tmp_path, kind):
     assert budget["computed"].sum() == sum(r["budget"]["computed"] for r in cell.records)
     assert set(cell.summary["lm_eval"]) == {"ruler_niah_single_1_1500", "ruler_vt_1500"}
     assert cell.identity["versions"]["torch"] == torch.__version__
+    assert cell.config["provenance"]["machine"]
 
 
 def test_a_perplexity_cell_and_its_dense_twin(models, corpus, tmp_path):

@@ -16,7 +16,7 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 th, td { padding: 3px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e6e6e6; }
 th { border-bottom: 1px solid #666; } .left { text-align: left; }
 tr.dense { font-weight: 600; } tr.group td { border-top: 1px solid #999; } tr.check { background: #fff1e0; }
-p.small { color: #555; font-size: 13px; max-width: 60rem; }
+p.small, ul.small { color: #555; font-size: 13px; max-width: 60rem; }
 """
 
 
@@ -36,6 +36,8 @@ def page(rows: Rows, svg: str | None = None) -> str:
     if rows.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in rows.notes)
         parts.append(f"<h2>Notes</h2><ul>{items}</ul>")
+    made = "".join(f"<li>{escape(line.strip('`'))}</li>" for line in rows.provenance)
+    parts.append(f'<h2>How it was measured</h2><ul class="small">{made}</ul>')
     head = f'<meta charset="utf-8"><title>Results</title><style>{_CSS}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

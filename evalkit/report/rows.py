@@ -15,6 +15,7 @@ from ..store import CellResult, canonical_json
 from . import averages, stats
 from .load import Loaded, by_sample
 from .names import method_labels, model_label, series_labels, task_label, unique
+from .provenance import provenance
 from .stats import Estimate
 
 PERCENT = 100.0
@@ -119,10 +120,12 @@ class Rows:
     Attributes:
         rows: sorted for reading.
         notes: one line each.
+        provenance: machine, versions and commands behind the rows, one line each.
     """
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    provenance: list[str] = field(default_factory=list)
 
     def level(self, *levels: str) -> list[Row]:
         """Rows of some levels."""
@@ -150,7 +153,7 @@ def build_rows(loaded: Loaded) -> Rows:
     for row in rows:
         if row.level != "subtask" and row.beats_dense:
             notes.append(f"sparse > dense: check {row.model}, {row.method}, {row.task}, {row.length}, {row.metric}")
-    return Rows(rows, notes)
+    return Rows(rows, notes, provenance(loaded.cells))
 
 
 class _Names:

@@ -131,6 +131,7 @@ def markdown(rows: Rows) -> str:
         parts += [f"## {section.heading}", _grid(section.rows, "pipe", escape="|")]
     if rows.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in rows.notes)]
+    parts += ["## How it was measured", "\n".join(f"- {line}" for line in rows.provenance)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -259,3 +259,19 @@ def test_reading_order(cells):
     ]
     perplexity = [row for row in rows if row.metric == "perplexity"]
     assert perplexity[0].dense and [row.B for row in perplexity] == sorted((row.B for row in perplexity), reverse=True)
+
+
+def test_provenance_names_machine_versions_commit_and_commands(cells):
+    from evalkit.report.table import markdown
+
+    cells.perplexity("dense")
+    path = cells.perplexity(p=0.9, damage=0.1, share=0.4)
+    synthetic.edit_meta(
+        path, lambda m: m["config"].update(provenance={"machine": "EPYC, 2 threads", "commit": "abc-dirty"})
+    )
+    rows = built(cells)
+    text = "\n".join(rows.provenance)
+    assert "EPYC, 2 threads" in text and "commit abc-dirty" in text and "torch" in text
+    commands = [line for line in rows.provenance if line.startswith("`evalkit run ")]
+    assert len(commands) == 2 and any("method=dense" in line for line in commands)
+    assert all(line in markdown(rows) for line in rows.provenance)
