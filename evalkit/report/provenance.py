@@ -9,7 +9,7 @@ from ..store import CellResult
 
 
 def provenance(cells: Sequence[CellResult]) -> list[str]:
-    """One line for each distinct environment, then one command a cell, in the order of the cells.
+    """One line for each distinct environment, then the command of each cell.
 
     Args:
         cells: finished cells.
@@ -19,7 +19,13 @@ def provenance(cells: Sequence[CellResult]) -> list[str]:
         text = _environment(cell)
         environments[text] = environments.get(text, 0) + 1
     lines = [f"{count} {'cell' if count == 1 else 'cells'}: {text}" for text, count in environments.items()]
-    return lines + [f"`{shlex.join(['evalkit', 'run', *cell.overrides])}`" for cell in cells if cell.overrides]
+    commands = {shlex.join(["evalkit", "run", *_settings(cell)]) for cell in cells if cell.overrides}
+    return lines + [f"`{command}`" for command in sorted(commands)]
+
+
+def _settings(cell: CellResult) -> list[str]:
+    # Where results were kept is no part of how they were made.
+    return [item for item in cell.overrides if not item.startswith("out=")]
 
 
 def _environment(cell: CellResult) -> str:
