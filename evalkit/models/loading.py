@@ -64,13 +64,14 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype ``auto`` stands for: bfloat16 where the processor computes in it, else float32."""
+    """Return the dtype ``auto`` stands for: bfloat16 on CUDA, float32 on a CPU.
+
+    A CPU that has bfloat16 instructions is not always faster with them, and float32 makes its numbers comparable with
+    those of CPUs that have none.
+    """
     if dtype != "auto":
         return getattr(torch, dtype)
-    if device.type == "cuda":
-        return torch.bfloat16
-    native = torch.cpu.get_capabilities()
-    return torch.bfloat16 if native.get("avx512_bf16") or native.get("amx_bf16") else torch.float32
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def locate(config: ModelConfig) -> Source:

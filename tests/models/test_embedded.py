@@ -151,7 +151,8 @@ def test_auto_device_and_dtype():
     device = resolve_device("auto")
     assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert resolve_dtype("float16", device) == torch.float16
-    assert resolve_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="execution.device='cuda'"):
             resolve_device("cuda")
