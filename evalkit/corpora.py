@@ -82,7 +82,7 @@ class Corpora:
         hotpotqa: str | os.PathLike[str] | None = None,
     ) -> None:
         self._paths = {
-            name: Path(path) if path is not None else None
+            name: Path(path).expanduser() if path is not None else None
             for name, path in (("essays", essays), ("squad", squad), ("hotpotqa", hotpotqa))
         }
         self._checksums: dict[str, str] = {}
@@ -99,7 +99,7 @@ class Corpora:
             try:
                 content = path.read_bytes()
             except OSError as error:
-                raise InputError(f"data.{name}", str(path), f"a readable JSON file ({error.strerror})") from None
+                raise InputError(f"task.data.{name}", str(path), f"a readable JSON file ({error.strerror})") from None
         self._checksums[name] = hashlib.sha256(content).hexdigest()
         return content
 
@@ -111,7 +111,7 @@ class Corpora:
 
     def _bad(self, name: str, problem: str) -> InputError:
         path = self._paths[name]
-        return InputError(f"data.{name}", str(path) if path else _MEMBERS[name], problem)
+        return InputError(f"task.data.{name}", str(path) if path else _MEMBERS[name], problem)
 
     def sha256(self, name: str) -> str:
         """Return the checksum of a corpus: of its file, or of the word lists' content.

@@ -6,12 +6,13 @@ hundreds of times smaller than its distributions) under a key of everything that
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,12 +44,10 @@ class DenseReference:
         """Dense hidden states [N - keep_from, D] of a window."""
         path = self._path(prompt_sha256)
         if path.is_file():
-            try:
-                states = load_file(str(path), device=str(self.model.device))["states"]
-                if states.shape[0] == len(ids) - keep_from:
-                    return states
-            except (SafetensorError, KeyError):
-                pass  # damaged: it is derived data, made again below
+            kept = _intact(path)
+            if kept is not None and kept.shape[0] == len(ids) - keep_from:
+                return kept.to(self.model.device)
+            # Damaged: it is derived data, made again below.
         with Session(self.model, Dense()) as dense:
             states = dense.prefill(ids, keep_from=keep_from)
             dense.account()
@@ -62,8 +61,24 @@ class DenseReference:
     def _save(path: Path, states: Tensor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        save_file({"states": states.contiguous().cpu()}, str(scratch))
+        states = states.contiguous().cpu()
+        save_file({"states": states}, str(scratch), metadata={"sha256": _digest(states)})
         os.replace(scratch, path)
+
+
+def _intact(path: Path) -> Tensor | None:
+    """The states of a file whose bytes are those that were written, else None."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            states: Tensor = file.get_tensor("states")
+            expected = (file.metadata() or {}).get("sha256")
+    except (OSError, SafetensorError):
+        return None
+    return states if _digest(states) == expected else None
+
+
+def _digest(states: Tensor) -> str:
+    return hashlib.sha256(states.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @torch.inference_mode()

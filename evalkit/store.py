@@ -321,7 +321,10 @@ def _read_records(file: Path, *, strict: bool) -> tuple[dict[SampleKey, dict[str
         raise StoreError(f"{file}: unreadable ({exc})") from None
     whole = data.rfind(b"\n") + 1
     if strict and whole != len(data):
-        raise StoreError(f"{file}:{data.count(10) + 1}: line without its end in a finished cell")
+        raise StoreError(
+            f"{file}:{data.count(10) + 1}: line without its end in a finished cell; "
+            f"remove {file.parent} to run the cell again"
+        )
     records: dict[SampleKey, dict[str, Any]] = {}
     lines: dict[SampleKey, int] = {}
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], start=1):
@@ -432,8 +435,8 @@ class CellStore:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = _acquire(path / LOCK)
-        except (FileExistsError, NotADirectoryError, PermissionError) as exc:
-            raise StoreError(f"{path}: cannot be made or locked ({exc.strerror})") from None
+        except OSError as exc:
+            raise StoreError(f"out={str(out)!r}: must be a directory that can be written to ({exc.strerror})") from None
         store = cls(path, lock)
         try:
             settings = {

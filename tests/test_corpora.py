@@ -116,7 +116,7 @@ def test_bad_files_name_what_is_wrong(tmp_path, name, content, message):
     path = write(tmp_path, name, content)
     with pytest.raises(InputError, match=message) as error:
         getattr(Corpora(**{name: path}), name)
-    assert f"data.{name}" in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+    assert f"task.data.{name}" in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_missing_file(tmp_path):

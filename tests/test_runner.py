@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from evalkit import lm as lm_module
 from evalkit import runner
 from evalkit.config import Cell, DataFiles, ExecutionConfig, ModelConfig, PerplexityConfig, RopeConfig, RulerConfig
-from evalkit.errors import InputError, IntegrityError, MissingAsset
+from evalkit.errors import InputError, IntegrityError, MissingAsset, StoreError
 from evalkit.methods.cosa import CoSA, Select
 from evalkit.methods.dense import Dense
 from evalkit.runner import run_cell
@@ -158,6 +158,58 @@ def test_execution_settings_do_not_change_the_numbers(models, corpus, tmp_path):
         assert x["metrics"]["nll"] == pytest.approx(y["metrics"]["nll"], rel=1e-5)
         assert x["budget"]["computed"] == y["budget"]["computed"]
         assert y["calls"]["sparse"] == 4 * x["calls"]["sparse"]
+
+
+def test_execution_settings_reach_the_cache(models, corpus, tmp_path, monkeypatch):
+    from evalkit.attention import session as session_module
+
+    made = []
+    cache = session_module.PagedCache
+
+    def watched(layers, capacity, page_size, device, shuffle):
+        made.append((page_size, shuffle))
+        return cache(layers, capacity, page_size, device, shuffle)
+
+    monkeypatch.setattr(session_module, "PagedCache", watched)
+    cell = perplexity_cell(models, corpus, tmp_path, limit=1, fidelity=False)
+    run_cell(replace(cell, execution=ExecutionConfig(page_size=16, page_shuffle=7)))
+    assert made == [(16, 7)]
+
+
+def test_warnings_of_the_method_are_stored(models, corpus, tmp_path):
+    run_cell(perplexity_cell(models, corpus, tmp_path, method=CoSA(skip_scale=400.0), limit=1))
+    (record,) = only_cell(tmp_path).records
+    assert record["warnings"] == ["delta/N = 0.78 above 0.5 (skip_scale=400, N=512)"]
+
+
+def test_windows_begin_with_bos_where_the_model_wants_it(models, corpus, tmp_path):
+    cell = perplexity_cell(models, corpus, tmp_path / "a", kind="llama", limit=1)
+    run_cell(cell)
+    run_cell(replace(cell, out=tmp_path / "b", model=replace(cell.model, perplexity_bos=True)))
+    without, with_bos = (only_cell(tmp_path / name).records[0] for name in ("a", "b"))
+    assert without["prompt"]["leading_bos"] == 0 and with_bos["prompt"]["leading_bos"] == 1
+    assert without["prompt"]["tokens"] == with_bos["prompt"]["tokens"] == 512
+
+
+def test_generation_stops_at_the_models_end_tokens(models, tmp_path):
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(models["qwen3"], folder)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(vocabulary))}))
+    for name, stop in (("never", False), ("always", True)):
+        cell = ruler_cell({"qwen3": folder if stop else models["qwen3"]}, tmp_path / name, tasks=("vt",), limit=1)
+        run_cell(cell)
+        (record,) = only_cell(tmp_path / name).records
+        assert (record["output"] == "") == stop
+        assert (record["calls"]["decode"] <= 2 * 3) == stop
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_error(models, tmp_path):
+    for out in ("/proc/none", "/dev/null/x"):
+        with pytest.raises(StoreError, match=f"out='{out}': must be a directory that can be written to"):
+            run_cell(ruler_cell(models, out, limit=1))
 
 
 def test_a_finished_cell_is_not_run_again(models, tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 
@@ -50,7 +51,7 @@ class Session:
             remaining = self.total - len(self.outcomes)
             if remaining:
                 parts.append(f"about {clock(self._mean_seconds() * remaining)} left")
-        if not outcome.ok:
+        if not outcome.ok and self.total > 1:  # a single cell's reason is the last line, said once
             parts.append(outcome.reason)
         _say(", ".join(parts))
         if outcome.traceback:
@@ -73,6 +74,9 @@ class Session:
             failed = f", {len(bad)} failed" if bad else ""
             _say(f"{done} of {len(self.outcomes)} cells done{failed}, elapsed {elapsed}")
         for outcome in bad:
+            if outcome.status == "invalid" and self.total <= 1:
+                print(f"evalkit: {outcome.reason}", file=sys.stderr, flush=True)
+                continue
             where = f" [{outcome.directory}]" if outcome.directory else ""
             _say(f"{outcome.status.upper()} {outcome.label}: {outcome.reason}{where}")
         if not bad:

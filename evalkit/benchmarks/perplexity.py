@@ -90,7 +90,10 @@ def _documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
         return
     path = Path(config.corpus).expanduser()
     if path.suffix == ".txt":
-        yield path.read_text(encoding="utf-8")
+        try:
+            yield path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError("task.corpus", config.corpus, f"UTF-8 text (byte {error.start} is not)") from None
         return
     from datasets import load_dataset
 
@@ -100,12 +103,18 @@ def _documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
         else:
             rows = load_dataset(config.corpus, split="test", streaming=True)
     except Exception as error:  # datasets raises its own, the hub's and the network's errors alike
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # datasets wraps the reason in "an error occurred"
+            cause = cause.__cause__
+        first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise MissingAsset(f"task.corpus={config.corpus!r}: cannot be loaded ({first})") from None
     for row in rows:
         if config.text_field not in row:
             raise InputError("task.text_field", config.text_field, f"a field of the corpus: {', '.join(row)}")
-        yield str(row[config.text_field])
+        text = row[config.text_field]
+        if not isinstance(text, str):
+            raise InputError("task.text_field", config.text_field, f"a field that holds text (one row has {text!r})")
+        yield text
 
 
 def ids_sha256(ids: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -94,6 +95,36 @@ def test_a_sparse_run_is_not_dense():
     record = account.budget.record()
     assert record["B"] <= record["B_stage1"] < 1
     assert account.calls == {"expected": 3, "sparse": 3, "dense": 0, "fallback": 0, "decode": 0}
+    cells = 3 * 6 * SPARSE.estimator_cells(0, 301)
+    assert record["estimator"] == pytest.approx(cells / (2 * record["dense"])) and cells > 0
+    assert record["B_cost"] == pytest.approx(
+        (record["visited"] + record["computed"]) / (2 * record["dense"]) + record["estimator"]
+    )
+
+
+def test_the_modules_own_scaling_is_used():
+    model = build()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.05
+    ids = prompt(301)
+    for method in (Dense(), CoSA(block_size=64, select=Select(p=1.0))):
+        got, _ = logits(model, method, ids)
+        assert (got - eager(model, ids)).abs().max() <= 1e-4
+
+
+def test_threshold_and_offset_know_the_whole_prompt_in_every_chunk():
+    seen = []
+
+    @dataclass(frozen=True)
+    class Watched(CoSA):
+        def plan(self, q, kv, context):
+            plan = super().plan(q, kv, context)
+            seen.append((context.layer, plan.prompt_len, plan.q_offset, plan.kv_len))
+            return plan
+
+    with Session(build(), Watched(select=Select(p=0.5), skip_scale=50.0), chunk_size=128) as session:
+        session.prefill(prompt(300), keep_from=299)
+    assert seen == [(i, 300, start, min(start + 128, 300)) for start in (0, 128, 256) for i in range(3)]
 
 
 @pytest.mark.parametrize(

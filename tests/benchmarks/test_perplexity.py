@@ -97,8 +97,15 @@ def test_bad_corpora_are_one_clear_error(tmp_path, tokenizer):
         windows(rows, tokenizer, length=32, limit=1)
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{not json")
-    with pytest.raises(MissingAsset, match="cannot be loaded"):
+    with pytest.raises(MissingAsset, match="cannot be loaded.*JSON"):
         windows(broken, tokenizer, length=32, limit=1)
+    rows.write_text('{"text": null}\n{"text": null}')
+    with pytest.raises(InputError, match="a field that holds text .one row has None"):
+        windows(rows, tokenizer, length=32, limit=1)
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"text \xfc\xff")
+    with pytest.raises(InputError, match="task.corpus=.*UTF-8 text .byte 5"):
+        windows(binary, tokenizer, length=32, limit=1)
     with pytest.raises(InputError, match="no such file"):
         windows(tmp_path / "absent.txt", tokenizer, length=32, limit=1)
 
@@ -163,8 +170,13 @@ def test_reference_is_kept_and_a_damaged_one_made_again(model, monkeypatch, tmp_
     assert torch.equal(DenseReference(model, "twin").states(torch.tensor(ids), 99, "a" * 64), first)
     monkeypatch.undo()
     monkeypatch.setenv("EVALKIT_CACHE", str(tmp_path))
-    file.write_bytes(file.read_bytes()[:50])
-    assert torch.equal(DenseReference(model, "twin").states(torch.tensor(ids), 99, "a" * 64), first)
+    whole = file.read_bytes()
+    altered = bytearray(whole)
+    altered[-5] ^= 0x70  # still a tensor of the right shape
+    for damaged in (whole[:50], b"", bytes(altered)):
+        file.write_bytes(damaged)
+        assert torch.equal(DenseReference(model, "twin").states(torch.tensor(ids), 99, "a" * 64), first)
+        assert file.read_bytes() == whole
 
 
 def test_documents_and_aggregation(tmp_path, tokenizer):
