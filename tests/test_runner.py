@@ -359,6 +359,41 @@ def test_yarn_by_length_is_applied_and_recorded(models, corpus, tmp_path):
     assert short.summary["rope"]["rope_type"] == "default"
 
 
+def test_scaling_that_the_model_does_not_apply_fails_the_cell(models, corpus, tmp_path, monkeypatch):
+    from evalkit.models import loading
+
+    monkeypatch.setattr(loading, "apply_yarn", lambda config, factor, original: None)
+    model = model_config(models, rope=RopeConfig(type="yarn", original=256, factors={512: 2.0}), native_context=256)
+    with pytest.raises(IntegrityError, match="RoPE: asked for"):
+        run_cell(replace(perplexity_cell(models, corpus, tmp_path), model=model))
+
+
+def test_a_prompt_beyond_the_model_is_refused_not_truncated(models, corpus, tmp_path, monkeypatch):
+    """The last guard, behind the validation of task.length."""
+    init = lm_module.EvalkitLM.__init__
+
+    def smaller(self, *args, **settings):
+        init(self, *args, **{**settings, "max_length": 400})
+
+    monkeypatch.setattr(lm_module.EvalkitLM, "__init__", smaller)
+    with pytest.raises(IntegrityError, match="512 tokens, the model supports 400; nothing is truncated"):
+        run_cell(perplexity_cell(models, corpus, tmp_path / "a"))
+    with pytest.raises(IntegrityError, match="supports 400; nothing is truncated"):
+        run_cell(ruler_cell(models, tmp_path / "b"))
+
+
+def test_a_model_type_that_is_not_patched_fails_the_cell(models, corpus, tmp_path):
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(models["llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "architectures": None}))
+    with pytest.raises(InputError, match="model='mistral': a model of type llama, qwen2, qwen3"):
+        run_cell(perplexity_cell({"llama": folder}, corpus, tmp_path, kind="llama"))
+    assert only_cell(tmp_path).status == "failed"
+
+
 def test_a_method_that_does_not_run_fails_the_cell(models, tmp_path, monkeypatch):
     from evalkit.attention import interface
 
