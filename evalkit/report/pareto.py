@@ -102,7 +102,7 @@ def draw(rows: Rows) -> Figure | None:
     if not found:
         return None
     series = sorted({row.series for panel in found for row in panel.rows if not row.dense})
-    columns = min(len(found), 3)
+    columns = 2 if len(found) == 4 else min(len(found), 3)
     lines = math.ceil(len(found) / columns)
     with rc_context(STYLE):
         figure = Figure(figsize=(max(4.3 * columns, 5.6), 3.5 * lines + 0.75), layout="constrained")
