@@ -1,0 +1,67 @@
+"""Compile every plain Triton kernel for sm_90 without a GPU, in the shapes that the launch tables use.
+
+Run as a program with TRITON_INTERPRET=0; prints one line a kernel and fails on the first that does not compile.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from prefill_kernels import triton_kap, triton_osk, triton_select
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
+    **dict.fromkeys(("table", "order", "counts", "stats", "limits"), "*i32"),
+    **dict.fromkeys(("scratch", "score"), "*fp32"),
+    **dict.fromkeys(("hrm", "mask"), "*i8"),
+    "p": "*fp64",
+}
+FLOATS = ("scale", "threshold")
+
+
+def build(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
+    """Compile one kernel with 16-byte aligned pointers and strides."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
+        if name in POINTERS and name != "p" or name.startswith(("q_", "kv_page", "kv_slot", "kv_head", "out_")) and name != "q_len":
+            if name not in ("kv_heads",):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    built = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
+    print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
+    assert built.metadata.shared <= 227 * 1024, label
+    assert "wgmma" in built.asm["ptx"] or kernel is triton_select.select_kernel or constants.get("D", 128) < 64, label
+
+
+def main() -> None:
+    """Compile all."""
+    for dim in (64, 128):
+        options = triton_osk.launch_options(dim, 128)
+        shape = {"GROUP": 4, "D": dim, "PAGE": 64, "BLOCK": 128, "STAGES": options["STAGES"]}
+        for skip in (False, True):
+            build(triton_osk.osk_kernel, f"osk d={dim} skip={skip}", options["num_warps"], SKIP=skip, **shape)
+        build(triton_osk.logical_kernel, f"logical d={dim}", options["num_warps"], **shape)
+    for stride in (4, 8, 16):
+        per = 128 // stride
+        tiles = 128 // (4 * per)
+        options = triton_kap.launch_options(4 * per * tiles)
+        build(
+            triton_kap.kap_kernel, f"kap stride={stride}", options["num_warps"],
+            GROUP=4, HEADS=4, TILES=tiles, D=128, PAGE=64, BLOCK=128, STRIDE=stride, BN=128, CHUNK=32,
+            STAGES=options["STAGES"],
+        )  # fmt: skip
+    for visit in (0, 1):
+        build(triton_select.select_kernel, f"select visit={visit}", 1, N=256, TOP_P=visit == 0, FORCE=False, VISIT=visit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
