@@ -57,10 +57,9 @@ def _load_block(
 @gluon.jit
 def _producer(
     k_main, v_main, k_tail, v_tail, k_ring, v_ring, k_full, k_free, v_full, v_free, voted, votes,
-    order, table, count, tail_block, column,
+    order, table, count, tail_block, column, threshold,
     D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, DEFER: gl.constexpr,
 ):  # fmt: skip
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     loaded = 0
     before = 0
     for i in range(count):
@@ -72,9 +71,7 @@ def _producer(
             # V follows one block behind K, once the tile has voted to keep the block.
             if i > 0:
                 last = i - 1
-                mbarrier.wait(voted.index(last % 2), (last // 2) & 1)
-                live = gl.max(votes.index(last % 2).load(one), 0)
-                if live > 0:
+                if _keep(votes, voted, last, threshold, 1):
                     slot = loaded % VS
                     mbarrier.wait(v_free.index(slot), ((loaded // VS) & 1) ^ 1)
                     _load_block(v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, before, tail_block, column, D, PAGE, BOX)
@@ -86,9 +83,7 @@ def _producer(
             _load_block(v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
     if DEFER:
         last = count - 1
-        mbarrier.wait(voted.index(last % 2), (last // 2) & 1)
-        live = gl.max(votes.index(last % 2).load(one), 0)
-        if live > 0:
+        if _keep(votes, voted, last, threshold, 1):
             slot = loaded % VS
             mbarrier.wait(v_free.index(slot), ((loaded // VS) & 1) ^ 1)
             _load_block(v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, before, tail_block, column, D, PAGE, BOX)
@@ -117,28 +112,39 @@ def _mask(s, block, tile, WG: gl.constexpr):
 
 
 @gluon.jit
-def _publish(top, m, valid, threshold, first, votes, voted, slot, WG: gl.constexpr):
-    """Put this half tile's vote where the other half and the producer read it; 1 keeps the block."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # Rows beyond the sequence and rows that see no key abstain. "Not below" keeps NaN in.
-    gap = gl.where(valid & (top != float("-inf")), top - _nan_max(m, top), float("-inf"))
-    live = (gl.reduce(gap, 0, _nan_max) < threshold).to(gl.int32) == 0
-    live = live | first
-    votes.index(slot).slice(WG, 1).store(gl.full([1], 0, gl.int32, one) + live.to(gl.int32))
+def _gap(top, m, valid):
+    """How far a block stays below the running maximum. Rows beyond the sequence or without a key abstain."""
+    return gl.where(valid & (top != float("-inf")), top - _nan_max(m, top), float("-inf"))
+
+
+@gluon.jit
+def _publish(gap, votes, voted, slot, WG: gl.constexpr):
+    """Put the largest gap of each of this consumer's four warps where the other partitions read it."""
+    of_warp = gl.reduce(gl.reshape(gap, [4, 16]), 1, _nan_max)
+    votes.index(slot).slice(WG * 4, 4).store(of_warp)
     _barrier()
     mbarrier.arrive(voted.index(slot), count=1)
 
 
 @gluon.jit
-def _softmax(s, m, l, acc, top, scale, o_layout: gl.constexpr, dtype: gl.constexpr):
-    """Algorithm A, lines 13 and 17-19, without the PV product; maxima are of unscaled logits."""
+def _keep(votes, voted, step, threshold, WARPS: gl.constexpr):
+    """The tile's decision on the block of a step, once both halves have voted. "Not below" keeps NaN in."""
+    every: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    mbarrier.wait(voted.index(step % 2), (step // 2) & 1)
+    gap = gl.reduce(votes.index(step % 2).load(every), 0, _nan_max)
+    return ((gap < threshold).to(gl.int32) == 0) | (step == 0)
+
+
+@gluon.jit
+def _weights(s, m, total, top, scale, o_layout: gl.constexpr, dtype: gl.constexpr):
+    """Algorithm A, lines 13 and 17-18: weights, new maximum, denominator and decay; maxima are unscaled."""
     new = _nan_max(m, top)
     shift = gl.where(new == float("-inf"), 0.0, new * scale)
     p = gl.exp2(s * scale - shift[:, None])
     decay = gl.exp2(m * scale - shift)
-    l = l * decay + gl.sum(p, 1)
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, o_layout))[:, None]
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2)), new, l, acc
+    total = total * decay + gl.sum(p, 1)
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, o_layout))
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2)), new, total, decay
 
 
 @gluon.jit
@@ -149,20 +155,18 @@ def _consumer(
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    pair: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k_ring.dtype
     q = q_tile.index(WG)
     steps = gl.maximum(count, 1)
     zero = gl.zeros([64, 128], gl.float32, s_layout)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+    total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     acc = gl.zeros([64, D], gl.float32, o_layout)
-    rows = row0 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    valid = rows < q_len
-    live_blocks = 0
+    valid = row0 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout)) < q_len
+    computed = 0
+    walked = 0  # V blocks taken from the ring
     diagonal_seen = 0
-    diagonal_live = 0
-    v_used = 0
+    diagonal_computed = 0
 
     mbarrier.wait(q_full, 0)
     block = gl.load(order)
@@ -170,75 +174,90 @@ def _consumer(
     first = warpgroup_mma(q, k_ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(first,))
     mbarrier.arrive(k_free.index(0), count=1)
-    for i in range(steps - 1):
-        ahead = gl.load(order + i + 1)
-        slot = (i + 1) % KS
-        mbarrier.wait(k_full.index(slot), ((i + 1) // KS) & 1)
-        coming = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = _mask(s, block, tile, WG)
+    if SKIP:
+        # The QK product of the next block runs while this one is exponentiated, before the tile's decision is known:
+        # the votes cross meanwhile, and the two halves need not march in step.
+        for i in range(steps - 1):
+            ahead = gl.load(order + i + 1)
+            slot = (i + 1) % KS
+            mbarrier.wait(k_full.index(slot), ((i + 1) // KS) & 1)
+            coming = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = _mask(s, block, tile, WG)
+            top = _row_max(s)
+            on_diagonal = (block == tile).to(gl.int32)
+            diagonal_seen += on_diagonal
+            _publish(_gap(top, m, valid), votes, voted, i % 2, WG)
+            p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+            if _keep(votes, voted, i, threshold, 4):
+                m = new
+                total = new_total
+                acc = acc * decay[:, None]
+                mbarrier.wait(v_full.index(walked % VS), (walked // VS) & 1)
+                pending = warpgroup_mma(p, v_ring.index(walked % VS), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(pending,))
+                mbarrier.arrive(v_free.index(walked % VS), count=1)
+                walked += 1
+                computed += 1
+                diagonal_computed += on_diagonal
+            else:
+                if not DEFER:
+                    mbarrier.wait(v_full.index(walked % VS), (walked // VS) & 1)
+                    mbarrier.arrive(v_free.index(walked % VS), count=1)
+                    walked += 1
+            s = warpgroup_mma_wait(0, deps=(coming,))
+            mbarrier.arrive(k_free.index(slot), count=1)
+            block = ahead
+
+        last = steps - 1
+        s = _mask(s, gl.maximum(block, 0), tile, WG)
         top = _row_max(s)
         on_diagonal = (block == tile).to(gl.int32)
         diagonal_seen += on_diagonal
-        if SKIP:
-            _publish(top, m, valid, threshold, i == 0, votes, voted, i % 2, WG)
-            mbarrier.wait(voted.index(i % 2), (i // 2) & 1)
-            live = gl.max(votes.index(i % 2).load(pair), 0) > 0
-            if live:
-                p, m, l, acc = _softmax(s, m, l, acc, top, scale, o_layout, dtype)
-                v_slot = v_used % VS
-                mbarrier.wait(v_full.index(v_slot), (v_used // VS) & 1)
-                pending = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(pending,))
-                mbarrier.arrive(v_free.index(v_slot), count=1)
-                v_used += 1
-                live_blocks += 1
-                diagonal_live += on_diagonal
-            else:
-                if not DEFER:
-                    v_slot = v_used % VS
-                    mbarrier.wait(v_full.index(v_slot), (v_used // VS) & 1)
-                    mbarrier.arrive(v_free.index(v_slot), count=1)
-                    v_used += 1
-        else:
-            p, m, l, acc = _softmax(s, m, l, acc, top, scale, o_layout, dtype)
-            v_slot = i % VS
-            mbarrier.wait(v_full.index(v_slot), (i // VS) & 1)
-            pending = warpgroup_mma(p, v_ring.index(v_slot), acc, is_async=True)
+        _publish(_gap(top, m, valid), votes, voted, last % 2, WG)
+        p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+        keep = _keep(votes, voted, last, threshold, 4)
+        if keep or not DEFER:
+            mbarrier.wait(v_full.index(walked % VS), (walked // VS) & 1)
+        if keep:
+            total = new_total
+            acc = acc * decay[:, None]
+            pending = warpgroup_mma(p, v_ring.index(walked % VS), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(pending,))
-            mbarrier.arrive(v_free.index(v_slot), count=1)
-        s = warpgroup_mma_wait(0, deps=(coming,))
-        mbarrier.arrive(k_free.index(slot), count=1)
-        block = ahead
-
-    # The last block has no successor to overlap with.
-    last = steps - 1
-    s = _mask(s, gl.maximum(block, 0), tile, WG)
-    top = _row_max(s)
-    on_diagonal = (block == tile).to(gl.int32)
-    diagonal_seen += on_diagonal
-    live = True
-    if SKIP:
-        _publish(top, m, valid, threshold, last == 0, votes, voted, last % 2, WG)
-        mbarrier.wait(voted.index(last % 2), (last // 2) & 1)
-        live = gl.max(votes.index(last % 2).load(pair), 0) > 0
+            computed += 1
+            diagonal_computed += on_diagonal
     else:
-        v_used = last
-        live_blocks = last
-        diagonal_live = diagonal_seen - on_diagonal
-    if live:
-        p, m, l, acc = _softmax(s, m, l, acc, top, scale, o_layout, dtype)
-        mbarrier.wait(v_full.index(v_used % VS), (v_used // VS) & 1)
-        pending = warpgroup_mma(p, v_ring.index(v_used % VS), acc, is_async=True)
+        # The QK product of the next block is issued before the PV product of this one, and the next block is
+        # exponentiated while the PV product runs.
+        s = _mask(s, gl.maximum(block, 0), tile, WG)
+        top = _row_max(s)
+        diagonal_seen += (block == tile).to(gl.int32)
+        p, m, total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+        for i in range(steps - 1):
+            block = gl.load(order + i + 1)
+            slot = (i + 1) % KS
+            mbarrier.wait(k_full.index(slot), ((i + 1) // KS) & 1)
+            coming = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(i % VS), (i // VS) & 1)
+            pending = warpgroup_mma(p, v_ring.index(i % VS), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(coming,))
+            mbarrier.arrive(k_free.index(slot), count=1)
+            s = _mask(s, block, tile, WG)
+            top = _row_max(s)
+            diagonal_seen += (block == tile).to(gl.int32)
+            p, m, total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+            acc = warpgroup_mma_wait(0, deps=(pending,))
+            mbarrier.arrive(v_free.index(i % VS), count=1)
+            acc = acc * decay[:, None]
+        last = steps - 1
+        mbarrier.wait(v_full.index(last % VS), (last // VS) & 1)
+        pending = warpgroup_mma(p, v_ring.index(last % VS), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        live_blocks += 1
-        diagonal_live += on_diagonal
-    else:
-        if not DEFER:
-            mbarrier.wait(v_full.index(v_used % VS), (v_used // VS) & 1)
+        computed = count
+        diagonal_computed = diagonal_seen
 
-    total = gl.convert_layout(l, gl.SliceLayout(1, o_layout))
+    whole = gl.convert_layout(total, gl.SliceLayout(1, o_layout))
     # An empty list still walked one block, so that the barriers pair up; its result is zero.
-    acc = gl.where(count > 0, acc / total[:, None], 0.0)
+    acc = gl.where(count > 0, acc / whole[:, None], 0.0)
     out_rows = row0 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(1, o_layout))
     dims = gl.arange(0, D, gl.SliceLayout(0, o_layout))
     places = out + out_rows.to(gl.int64)[:, None] * out_stride + dims[None, :]
@@ -247,11 +266,11 @@ def _consumer(
         real = gl.minimum(q_len - row0, 128)
         below = real * 128
         on = real * (real + 1) // 2
-        live_blocks = gl.where(count > 0, live_blocks, 0)
+        computed = gl.where(count > 0, computed, 0)
         gl.store(stats, (count - diagonal_seen) * below + diagonal_seen * on)
-        gl.store(stats + stats_stride, (live_blocks - diagonal_live) * below + diagonal_live * on)
+        gl.store(stats + stats_stride, (computed - diagonal_computed) * below + diagonal_computed * on)
         gl.store(stats + 2 * stats_stride, count)
-        gl.store(stats + 3 * stats_stride, live_blocks)
+        gl.store(stats + 3 * stats_stride, computed)
 
 
 @gluon.jit
@@ -273,7 +292,7 @@ def _osk(
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [KS, 128, D], k_main.layout)
     v_ring = gl.allocate_shared_memory(dtype, [VS, 128, D], v_main.layout)
-    votes = gl.allocate_shared_memory(gl.int32, [2, 2], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    votes = gl.allocate_shared_memory(gl.float32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], bars)
@@ -316,7 +335,7 @@ def _osk(
                 D, KS, VS, SKIP, DEFER, 1)),
             (_producer, (
                 k_main, v_main, k_tail, v_tail, k_ring, v_ring, k_full, k_free, v_full, v_free, voted, votes,
-                lists, table, walked, tail_block, column, D, PAGE, BOX, KS, VS, DEFER)),
+                lists, table, walked, tail_block, column, threshold, D, PAGE, BOX, KS, VS, DEFER)),
         ],
         [4, 1],
         [240, 24],
@@ -353,9 +372,9 @@ def osk_hopper(
     batch, heads, q_len, dim = q.shape
     tiles, width = plan.order.shape[2:]
     out = torch.empty(batch, q_len, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    stats = torch.zeros(4, batch, heads, tiles, dtype=torch.int32, device=q.device)
+    stats = torch.empty(4, batch, heads, tiles, dtype=torch.int32, device=q.device)
     if width == 0:
-        return out.zero_(), TileStats(*stats)
+        return out.zero_(), TileStats(*stats.zero_())
     box = min(BLOCK, kv.page_size)
     head_rows, head_columns, rows = _flat_queries(q)
     k_main, v_main = (_describe(x.view(-1, kv.num_kv_heads * dim), box, dim) for x in (kv.k_pages, kv.v_pages))

@@ -155,20 +155,12 @@ def _select_triton(
 ) -> tuple[Tensor, Tensor]:
     from .triton_select import select_triton
 
-    limits = None
-    if p is None or p >= 1:
-        tiles, device = scores.score.shape[-2], scores.score.device
-        causal = first_tile + 1 + torch.arange(tiles, dtype=torch.float64, device=device)
-        if budget is not None:
-            wanted = torch.floor(budget * causal + 0.5).clamp(min=2 if force_sink_diagonal else 1)
-            causal = torch.minimum(wanted, causal)
-        limits = causal.int()
     return select_triton(
         scores.score,
         scores.hrm,
         first_tile=first_tile,
-        p=p if limits is None else None,
-        limits=limits,
+        p=p,
+        budget=budget,
         order=order,
         force_sink_diagonal=force_sink_diagonal,
     )

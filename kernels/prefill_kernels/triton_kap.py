@@ -105,7 +105,7 @@ def kap_kernel(
         pair_tile = first + pair // HEADS
         stored = (pair_head < GROUP) & (pair_tile < tiles)
         target = ((b * kv_heads + kv) * GROUP + pair_head).to(tl.int64) * tiles + pair_tile
-        for c in range(0, blocks, CHUNK):
+        for c in range(0, last, CHUNK):
             n = c + tl.arange(0, CHUNK)
             causal = (n[None, :] <= (first_tile + t)[:, None]) & used[:, None]
             best = tl.load(scratch + row[:, None] * blocks + n[None, :], mask=causal, other=float("-inf"))
@@ -116,6 +116,12 @@ def kap_kernel(
             here = stored[:, None] & (n < blocks)[None, :]
             tl.store(score + target[:, None] * blocks + n[None, :], share, mask=here)
             tl.store(hrm + target[:, None] * blocks + n[None, :], flag.to(tl.int8), mask=here)
+        for c in range(tl.cdiv(last, CHUNK) * CHUNK, blocks, CHUNK):
+            n = c + tl.arange(0, CHUNK)
+            here = stored[:, None] & (n < blocks)[None, :]
+            zero = tl.zeros([TILES * HEADS, CHUNK], tl.float32)
+            tl.store(score + target[:, None] * blocks + n[None, :], zero, mask=here)
+            tl.store(hrm + target[:, None] * blocks + n[None, :], zero.to(tl.int8), mask=here)
         tl.debug_barrier()
 
 
@@ -135,7 +141,19 @@ def refusal(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: int) 
     return None
 
 
-def kap_triton(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: int, q_offset: int) -> tuple[Tensor, Tensor]:
+def kap_triton(
+    q: Tensor,
+    kv: PagedKV,
+    stride: int,
+    scale: float,
+    block_size: int,
+    q_offset: int,
+    *,
+    rows_wanted: int = 128,
+    waves: int = 1,
+    chunk: int = 64,
+    stages: int = 3,
+) -> tuple[Tensor, Tensor]:
     """Scores (float32) and flags (bool), both [B, Hq, NQ, NK], for calls that :func:`refusal` accepts."""
     batch, heads, q_len, dim = q.shape
     tiles, blocks = -(-q_len // block_size), -(-kv.kv_len // block_size)
@@ -145,15 +163,15 @@ def kap_triton(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: in
     hrm = torch.empty(batch, heads, tiles, blocks, dtype=torch.bool, device=q.device)
 
     # As many rows as fill a product of 128; at least the 16 that a product needs.
-    together = max(1, min(triton.next_power_of_2(group), 128 // per))
-    tile_count = max(1, min(triton.next_power_of_2(tiles), 128 // (per * together)))
+    together = max(1, min(triton.next_power_of_2(group), rows_wanted // per))
+    tile_count = max(1, min(triton.next_power_of_2(tiles), rows_wanted // (per * together)))
     while tile_count * together * per < 16:
         tile_count *= 2
     rows = tile_count * together * per
     keys = max(per, 128 if block_size == 128 else 16)
     tile_groups = -(-tiles // tile_count)
     items = tile_groups * batch * kv.num_kv_heads * -(-group // together)
-    programs = min(items, _resident_programs(q.device))
+    programs = min(items, waves * _resident_programs(q.device))
     scratch = torch.empty(programs, rows, blocks, dtype=torch.float32, device=q.device)
     kap_kernel[(programs,)](
         q,
@@ -182,18 +200,19 @@ def kap_triton(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: in
         BLOCK=block_size,
         STRIDE=stride,
         BN=keys,
-        CHUNK=32 if block_size == 128 else 8,
-        **launch_options(rows),
+        CHUNK=chunk if block_size == 128 else 8,
+        STAGES=stages,
+        num_warps=num_warps(rows),
     )
     return score, hrm
 
 
-def launch_options(rows: int) -> dict[str, int]:
+def num_warps(rows: int) -> int:
     """Fixed launch table by rows of the product."""
-    return {"num_warps": 8 if rows >= 128 else 4, "STAGES": 3}
+    return 8 if rows >= 128 else 4
 
 
 def _resident_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,6 +6,8 @@ equation 13 with ties by lowest id, always the same.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +21,14 @@ MAX_BLOCKS = 8192
 
 @triton.jit
 def select_kernel(
-    score, hrm, limits, p, order, counts,
+    score, hrm, limit, order, counts,
     first_tile, tiles, blocks, start, span, minimum,
-    N: tl.constexpr, TOP_P: tl.constexpr, FORCE: tl.constexpr, VISIT: tl.constexpr,
+    N: tl.constexpr, RULE: tl.constexpr, FORCE: tl.constexpr, VISIT: tl.constexpr,
 ):  # fmt: skip
     """Order the tiles ``start .. start + span - 1`` of every head, whose causal blocks number at most N.
 
-    ``limits`` (int32 [tiles]) holds the fixed counts, or with TOP_P ``p`` points at the float64 threshold. VISIT is
-    0 for HRM-first, 1 for ascending and 2 for descending ids. Padding is -1.
+    RULE is 0 for all causal blocks, 1 for Top-p and 2 for a share of them; ``limit`` points at the float64 p or share.
+    VISIT is 0 for HRM-first, 1 for ascending and 2 for descending ids. Padding is -1.
     """
     head, t = tl.program_id(0) // span, start + tl.program_id(0) % span
     line = head.to(tl.int64) * tiles + t
@@ -42,14 +44,15 @@ def select_kernel(
     key = tl.sort(tl.where(causal, key, -1), descending=True)
     ranked = (8191 - (key & 8191)).to(tl.int32)
     valid = key >= 0
-    if TOP_P:
+    count = tile + 1
+    if RULE == 1:
         sorted_mass = ((key >> 13) & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
         cumulative = tl.cumsum(tl.where(valid, sorted_mass, 0.0), 0)
-        short = valid & (cumulative < tl.load(p) * tl.max(cumulative, 0))
-        count = tl.maximum(tl.sum(short.to(tl.int32), 0) + 1, minimum)
-    else:
-        count = tl.load(limits + t)
-    count = tl.minimum(count, tile + 1)
+        short = valid & (cumulative < tl.load(limit) * tl.max(cumulative, 0))
+        count = tl.minimum(tl.maximum(tl.sum(short.to(tl.int32), 0) + 1, minimum), count)
+    if RULE == 2:
+        wanted = tl.floor(tl.load(limit) * count.to(tl.float64) + 0.5).to(tl.int32)
+        count = tl.minimum(tl.maximum(wanted, minimum), count)
     kept = i < count
     if VISIT == 1:
         ranked = tl.sort(tl.where(kept, ranked, 8192))
@@ -79,7 +82,7 @@ def select_triton(
     *,
     first_tile: int,
     p: float | None,
-    limits: Tensor | None,
+    budget: float | None,
     order: str,
     force_sink_diagonal: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -88,8 +91,7 @@ def select_triton(
     Args:
         score, hrm: [B, Hq, NQ, NK].
         first_tile: absolute number of the first tile.
-        p: Top-p threshold below 1, or None with ``limits``.
-        limits: int32 [NQ] fixed counts, at most the causal blocks of each tile.
+        p, budget: Top-p threshold or share of the causal blocks; at ``p >= 1`` every causal block is kept.
         order: ``hrm_first``, ``ascending`` or ``descending``.
         force_sink_diagonal: put block 0 and the diagonal first.
     """
@@ -97,17 +99,17 @@ def select_triton(
     device = score.device
     lists = torch.empty(batch, heads, tiles, blocks, dtype=torch.int32, device=device)
     counts = torch.empty(batch, heads, tiles, dtype=torch.int32, device=device)
-    threshold = torch.full((1,), 0.0 if p is None else p, dtype=torch.float64, device=device)
+    rule = 2 if p is None else 1 if p < 1 else 0
+    limit = _constant(p if p is not None else budget, device)
     start = 0
     while start < tiles:
         # Tiles of like length share a launch: a sort costs by the power of two above the causal blocks.
-        size = max(16, triton.next_power_of_2(first_tile + start + 1))
+        size = max(16, triton.next_power_of_2(first_tile + start + 1), min(128, triton.next_power_of_2(blocks)))
         span = min(tiles, size - first_tile) - start
         select_kernel[(batch * heads * span,)](
             score.contiguous(),
             hrm.contiguous().view(torch.int8),
-            counts if limits is None else limits,
-            threshold,
+            limit,
             lists,
             counts,
             first_tile,
@@ -117,10 +119,16 @@ def select_triton(
             span,
             2 if force_sink_diagonal else 1,
             N=size,
-            TOP_P=p is not None,
+            RULE=rule,
             FORCE=force_sink_diagonal,
             VISIT=("hrm_first", "ascending", "descending").index(order),
             num_warps=min(16, max(1, size // 256)),
         )
         start += span
     return lists, counts
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(value: float | None, device: torch.device) -> Tensor:
+    """A float64 on the device: a kernel's own float arguments are float32."""
+    return torch.full((1,), value or 0.0, dtype=torch.float64, device=device)

@@ -16,11 +16,12 @@ from triton.compiler import ASTSource
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
-    **dict.fromkeys(("table", "order", "counts", "stats", "limits"), "*i32"),
+    **dict.fromkeys(("table", "order", "counts", "stats"), "*i32"),
     **dict.fromkeys(("scratch", "score"), "*fp32"),
     **dict.fromkeys(("hrm", "mask"), "*i8"),
-    "p": "*fp64",
+    "limit": "*fp64",
 }
+ALIGNED = ("q_batch", "q_head", "q_row", "kv_page", "kv_slot", "kv_head", "out_batch", "out_head", "out_row")
 FLOATS = ("scale", "threshold")
 
 
@@ -32,9 +33,8 @@ def build(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
             signature[name] = "constexpr"
             continue
         signature[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
-        if name in POINTERS and name != "p" or name.startswith(("q_", "kv_page", "kv_slot", "kv_head", "out_")) and name != "q_len":
-            if name not in ("kv_heads",):
-                attributes[(index,)] = [["tt.divisibility", 16]]
+        if name in POINTERS or name in ALIGNED:
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
     print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
@@ -53,14 +53,12 @@ def main() -> None:
     for stride in (4, 8, 16):
         per = 128 // stride
         tiles = 128 // (4 * per)
-        options = triton_kap.launch_options(4 * per * tiles)
         build(
-            triton_kap.kap_kernel, f"kap stride={stride}", options["num_warps"],
-            GROUP=4, HEADS=4, TILES=tiles, D=128, PAGE=64, BLOCK=128, STRIDE=stride, BN=128, CHUNK=32,
-            STAGES=options["STAGES"],
+            triton_kap.kap_kernel, f"kap stride={stride}", triton_kap.num_warps(4 * per * tiles),
+            GROUP=4, HEADS=4, TILES=tiles, D=128, PAGE=64, BLOCK=128, STRIDE=stride, BN=128, CHUNK=64, STAGES=3,
         )  # fmt: skip
-    for visit in (0, 1):
-        build(triton_select.select_kernel, f"select visit={visit}", 1, N=256, TOP_P=visit == 0, FORCE=False, VISIT=visit)
+    for rule in (0, 1, 2):
+        build(triton_select.select_kernel, f"select rule={rule}", 1, N=256, RULE=rule, FORCE=rule == 0, VISIT=rule)
 
 
 if __name__ == "__main__":
