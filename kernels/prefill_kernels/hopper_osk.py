@@ -1,9 +1,10 @@
 """Ordered-Skipping Kernel for Hopper (sm_90) in Gluon: tensor-memory loads, warp specialisation, asynchronous wgmma.
 
-One program computes one tile of 128 query rows. Three partitions share it: two consumers of four warps with 64 rows
-each, and one producer warp that walks the tile's list and the page table and keeps rings of K and V blocks filled.
-A consumer issues the QK product of the next block before the softmax of the present one. The consumers run at their
-own pace; with skipping on they exchange one vote a block, while the next QK product is already running.
+One program computes one tile of 128 query rows. Four partitions share it: two consumers of four warps with 64 rows
+each, and two loader warps that walk the tile's list and the page table and keep a ring of K and one of V blocks
+filled. A consumer issues the QK product of the next block, then the PV product of the present one, and computes the
+next weights while the latter runs. With skipping on the consumers exchange a vote a block, computing weights
+meanwhile; V of a block that is voted out is not loaded, and a run of such blocks is walked with QK products alone.
 
 Gluon changed between Triton releases, so this module is imported only when the backend is asked for.
 """
@@ -40,8 +41,9 @@ L2_BYTES = 32 << 20
 
 @gluon.jit
 def _load_block(
-    main, tail, buffer, barrier, table, block, tail_block, column, D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr
-):
+    main, tail, buffer, barrier, table, block, tail_block, column,
+    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
     """Start the loads of one block of 128 tokens, page by page."""
     mbarrier.expect(barrier, 128 * D * 2)
     for part in gl.static_range(128 // BOX):
@@ -55,38 +57,42 @@ def _load_block(
 
 
 @gluon.jit
-def _producer(
-    k_main, v_main, k_tail, v_tail, k_ring, v_ring, k_full, k_free, v_full, v_free, voted, votes,
-    order, table, count, tail_block, column, threshold,
-    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, DEFER: gl.constexpr,
+def _k_loader(
+    main, tail, ring, full, free, order, table, steps, tail_block, column,
+    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    loaded = 0
-    before = 0
-    for i in range(count):
+    for i in range(steps):
         block = gl.maximum(gl.load(order + i), 0)
-        slot = i % KS
-        mbarrier.wait(k_free.index(slot), ((i // KS) & 1) ^ 1)
-        _load_block(k_main, k_tail, k_ring.index(slot), k_full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
-        if DEFER:
-            # V follows one block behind K, once the tile has voted to keep the block.
-            if i > 0:
-                last = i - 1
-                if _keep(votes, voted, last, threshold, 1):
-                    slot = loaded % VS
-                    mbarrier.wait(v_free.index(slot), ((loaded // VS) & 1) ^ 1)
-                    _load_block(v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, before, tail_block, column, D, PAGE, BOX)
-                    loaded += 1
-            before = block
-        else:
-            slot = i % VS
-            mbarrier.wait(v_free.index(slot), ((i // VS) & 1) ^ 1)
-            _load_block(v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
-    if DEFER:
-        last = count - 1
-        if _keep(votes, voted, last, threshold, 1):
-            slot = loaded % VS
-            mbarrier.wait(v_free.index(slot), ((loaded // VS) & 1) ^ 1)
-            _load_block(v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, before, tail_block, column, D, PAGE, BOX)
+        slot = i % STAGES
+        mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+        _load_block(main, tail, ring.index(slot), full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
+
+
+@gluon.jit
+def _v_loader(
+    main, tail, ring, full, free, votes, voted, seen, order, table, steps, tail_block, column, threshold,
+    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
+    VOTES: gl.constexpr,
+):  # fmt: skip
+    """With skipping on, V of a block is loaded ahead of its vote if the block before was kept, else after it."""
+    loaded = 0
+    kept = True
+    for i in range(steps):
+        block = gl.maximum(gl.load(order + i), 0)
+        ahead = kept
+        if SKIP:
+            if not ahead:
+                kept = _keep(votes, voted, i, threshold, 1, VOTES)
+                mbarrier.arrive(seen.index(i % VOTES), count=1)
+        if kept:
+            slot = loaded % STAGES
+            mbarrier.wait(free.index(slot), ((loaded // STAGES) & 1) ^ 1)
+            _load_block(main, tail, ring.index(slot), full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
+            loaded += 1
+        if SKIP:
+            if ahead & (i > 0):
+                kept = _keep(votes, voted, i, threshold, 1, VOTES)
+                mbarrier.arrive(seen.index(i % VOTES), count=1)
 
 
 @gluon.jit
@@ -118,8 +124,12 @@ def _gap(top, m, valid):
 
 
 @gluon.jit
-def _publish(gap, votes, voted, slot, WG: gl.constexpr):
+def _publish(gap, votes, voted, seen, step, WG: gl.constexpr, VOTES: gl.constexpr):
     """Put the largest gap of each of this consumer's four warps where the other partitions read it."""
+    slot = step % VOTES
+    # Steps 1, 2, ... vote: slot 0 is first written at step VOTES.
+    turn = gl.where(slot == 0, step // VOTES - 1, step // VOTES)
+    mbarrier.wait(seen.index(slot), (turn & 1) ^ 1)
     of_warp = gl.reduce(gl.reshape(gap, [4, 16]), 1, _nan_max)
     votes.index(slot).slice(WG * 4, 4).store(of_warp)
     _barrier()
@@ -127,12 +137,14 @@ def _publish(gap, votes, voted, slot, WG: gl.constexpr):
 
 
 @gluon.jit
-def _keep(votes, voted, step, threshold, WARPS: gl.constexpr):
+def _keep(votes, voted, step, threshold, WARPS: gl.constexpr, VOTES: gl.constexpr):
     """The tile's decision on the block of a step, once both halves have voted. "Not below" keeps NaN in."""
     every: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    mbarrier.wait(voted.index(step % 2), (step // 2) & 1)
-    gap = gl.reduce(votes.index(step % 2).load(every), 0, _nan_max)
-    return ((gap < threshold).to(gl.int32) == 0) | (step == 0)
+    slot = step % VOTES
+    turn = gl.where(slot == 0, step // VOTES - 1, step // VOTES)
+    mbarrier.wait(voted.index(slot), turn & 1)
+    gap = gl.reduce(votes.index(slot).load(every), 0, _nan_max)
+    return (gap < threshold).to(gl.int32) == 0
 
 
 @gluon.jit
@@ -148,13 +160,28 @@ def _weights(s, m, total, top, scale, o_layout: gl.constexpr, dtype: gl.constexp
 
 
 @gluon.jit
+def _qk(q, ring, full, step, zero, STAGES: gl.constexpr):
+    """Issue the QK product of a step."""
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    return warpgroup_mma(q, ring.index(step % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _pv(p, ring, full, turn, acc, STAGES: gl.constexpr):
+    """Issue the PV product of the turn-th kept block."""
+    mbarrier.wait(full.index(turn % STAGES), (turn // STAGES) & 1)
+    return warpgroup_mma(p, ring.index(turn % STAGES), acc, is_async=True)
+
+
+@gluon.jit
 def _consumer(
-    q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, voted, votes,
+    q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, votes, voted, seen,
     order, out, stats, stats_stride, count, tile, row0, q_len, out_stride, scale, threshold,
-    D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, DEFER: gl.constexpr, WG: gl.constexpr,
+    D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, VOTES: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_ring.dtype
     q = q_tile.index(WG)
     steps = gl.maximum(count, 1)
@@ -163,94 +190,102 @@ def _consumer(
     total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
     acc = gl.zeros([64, D], gl.float32, o_layout)
     valid = row0 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout)) < q_len
-    computed = 0
-    walked = 0  # V blocks taken from the ring
-    diagonal_seen = 0
-    diagonal_computed = 0
 
+    # The first block is never skipped.
     mbarrier.wait(q_full, 0)
     block = gl.load(order)
-    mbarrier.wait(k_full.index(0), 0)
-    first = warpgroup_mma(q, k_ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    first = _qk(q, k_ring, k_full, 0, zero, KS)
     s = warpgroup_mma_wait(0, deps=(first,))
     mbarrier.arrive(k_free.index(0), count=1)
+    diagonal_seen = (block == tile).to(gl.int32)
+    diagonal_computed = diagonal_seen
+    s = _mask(s, gl.maximum(block, 0), tile, WG)
+    p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
+    turn = 0  # V blocks taken from the ring
+    computed = 1
+    # Each round issues the QK product of the next block, then the PV product that is due, and computes the next
+    # block's weights while the PV product runs.
     if SKIP:
-        # The QK product of the next block runs while this one is exponentiated, before the tile's decision is known:
-        # the votes cross meanwhile, and the two halves need not march in step.
-        for i in range(steps - 1):
-            ahead = gl.load(order + i + 1)
-            slot = (i + 1) % KS
-            mbarrier.wait(k_full.index(slot), ((i + 1) // KS) & 1)
-            coming = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        step = 1
+        due = 1  # whether weights wait for their PV product
+        while step < steps:
+            block = gl.load(order + step)
+            coming = _qk(q, k_ring, k_full, step, zero, KS)
+            pending = _pv(p, v_ring, v_full, turn, acc, VS)
+            s = warpgroup_mma_wait(1, deps=(coming,))
+            mbarrier.arrive(k_free.index(step % KS), count=1)
             s = _mask(s, block, tile, WG)
             top = _row_max(s)
             on_diagonal = (block == tile).to(gl.int32)
             diagonal_seen += on_diagonal
-            _publish(_gap(top, m, valid), votes, voted, i % 2, WG)
+            # The weights are computed before the votes are counted: the wait hides behind them.
+            _publish(_gap(top, m, valid), votes, voted, seen, step, WG, VOTES)
             p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
-            if _keep(votes, voted, i, threshold, 4):
+            acc = warpgroup_mma_wait(0, deps=(pending,))
+            mbarrier.arrive(v_free.index(turn % VS), count=1)
+            turn += 1
+            step += 1
+            if _keep(votes, voted, step - 1, threshold, 4, VOTES):
                 m = new
                 total = new_total
                 acc = acc * decay[:, None]
-                mbarrier.wait(v_full.index(walked % VS), (walked // VS) & 1)
-                pending = warpgroup_mma(p, v_ring.index(walked % VS), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(pending,))
-                mbarrier.arrive(v_free.index(walked % VS), count=1)
-                walked += 1
                 computed += 1
                 diagonal_computed += on_diagonal
             else:
-                if not DEFER:
-                    mbarrier.wait(v_full.index(walked % VS), (walked // VS) & 1)
-                    mbarrier.arrive(v_free.index(walked % VS), count=1)
-                    walked += 1
-            s = warpgroup_mma_wait(0, deps=(coming,))
-            mbarrier.arrive(k_free.index(slot), count=1)
-            block = ahead
-
-        last = steps - 1
-        s = _mask(s, gl.maximum(block, 0), tile, WG)
-        top = _row_max(s)
-        on_diagonal = (block == tile).to(gl.int32)
-        diagonal_seen += on_diagonal
-        _publish(_gap(top, m, valid), votes, voted, last % 2, WG)
-        p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
-        keep = _keep(votes, voted, last, threshold, 4)
-        if keep or not DEFER:
-            mbarrier.wait(v_full.index(walked % VS), (walked // VS) & 1)
-        if keep:
-            total = new_total
-            acc = acc * decay[:, None]
-            pending = warpgroup_mma(p, v_ring.index(walked % VS), acc, is_async=True)
+                # Its V was loaded ahead of the vote.
+                mbarrier.wait(v_full.index(turn % VS), (turn // VS) & 1)
+                mbarrier.arrive(v_free.index(turn % VS), count=1)
+                turn += 1
+                # A run of skipped blocks: QK products alone, one ahead of the votes, of which row maxima are kept.
+                due = 0
+                ahead = gl.minimum(step, steps - 1)
+                block = gl.load(order + ahead)
+                coming = _qk(q, k_ring, k_full, ahead, zero, KS)
+                s = warpgroup_mma_wait(0, deps=(coming,))
+                top = _row_max(_mask(s, block, tile, WG))
+                while (step < steps) & (due == 0):
+                    on_diagonal = (block == tile).to(gl.int32)
+                    diagonal_seen += on_diagonal
+                    ahead = gl.minimum(step + 1, steps - 1)
+                    block = gl.load(order + ahead)
+                    coming = _qk(q, k_ring, k_full, ahead, zero, KS)
+                    _publish(_gap(top, m, valid), votes, voted, seen, step, WG, VOTES)
+                    due = _keep(votes, voted, step, threshold, 4, VOTES).to(gl.int32)
+                    computed += due
+                    diagonal_computed += on_diagonal * due
+                    s = warpgroup_mma_wait(0, deps=(coming,))
+                    mbarrier.arrive(k_free.index(step % KS), count=1, pred=due == 0)
+                    top = _row_max(_mask(s, block, tile, WG))
+                    step += 1
+                if due != 0:
+                    # A kept block ended the run: its product is issued again, and so is the one ahead next round.
+                    block = gl.load(order + step - 1)
+                    coming = _qk(q, k_ring, k_full, step - 1, zero, KS)
+                    s = warpgroup_mma_wait(0, deps=(coming,))
+                    mbarrier.arrive(k_free.index((step - 1) % KS), count=1)
+                    s = _mask(s, block, tile, WG)
+                    p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
+                    acc = acc * decay[:, None]
+                else:
+                    p = gl.convert_layout(zero.to(dtype), p_layout)
+        if due != 0:
+            pending = _pv(p, v_ring, v_full, turn, acc, VS)
             acc = warpgroup_mma_wait(0, deps=(pending,))
-            computed += 1
-            diagonal_computed += on_diagonal
+        computed = gl.where(count > 0, computed, 0)
     else:
-        # The QK product of the next block is issued before the PV product of this one, and the next block is
-        # exponentiated while the PV product runs.
-        s = _mask(s, gl.maximum(block, 0), tile, WG)
-        top = _row_max(s)
-        diagonal_seen += (block == tile).to(gl.int32)
-        p, m, total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
-        for i in range(steps - 1):
-            block = gl.load(order + i + 1)
-            slot = (i + 1) % KS
-            mbarrier.wait(k_full.index(slot), ((i + 1) // KS) & 1)
-            coming = warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(i % VS), (i // VS) & 1)
-            pending = warpgroup_mma(p, v_ring.index(i % VS), acc, is_async=True)
+        for step in range(1, steps):
+            block = gl.load(order + step)
+            coming = _qk(q, k_ring, k_full, step, zero, KS)
+            pending = _pv(p, v_ring, v_full, step - 1, acc, VS)
             s = warpgroup_mma_wait(1, deps=(coming,))
-            mbarrier.arrive(k_free.index(slot), count=1)
+            mbarrier.arrive(k_free.index(step % KS), count=1)
             s = _mask(s, block, tile, WG)
-            top = _row_max(s)
             diagonal_seen += (block == tile).to(gl.int32)
-            p, m, total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+            p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
             acc = warpgroup_mma_wait(0, deps=(pending,))
-            mbarrier.arrive(v_free.index(i % VS), count=1)
+            mbarrier.arrive(v_free.index((step - 1) % VS), count=1)
             acc = acc * decay[:, None]
-        last = steps - 1
-        mbarrier.wait(v_full.index(last % VS), (last // VS) & 1)
-        pending = warpgroup_mma(p, v_ring.index(last % VS), acc, is_async=True)
+        pending = _pv(p, v_ring, v_full, steps - 1, acc, VS)
         acc = warpgroup_mma_wait(0, deps=(pending,))
         computed = count
         diagonal_computed = diagonal_seen
@@ -266,7 +301,6 @@ def _consumer(
         real = gl.minimum(q_len - row0, 128)
         below = real * 128
         on = real * (real + 1) // 2
-        computed = gl.where(count > 0, computed, 0)
         gl.store(stats, (count - diagonal_seen) * below + diagonal_seen * on)
         gl.store(stats + stats_stride, (computed - diagonal_computed) * below + diagonal_computed * on)
         gl.store(stats + 2 * stats_stride, count)
@@ -279,7 +313,7 @@ def _osk(
     scale, threshold, q_len, first_tile, tail_block, tiles, width, head_group,
     q_head_rows, q_head_columns, out_head_stride, out_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
-    KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, DEFER: gl.constexpr,
+    KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, VOTES: gl.constexpr,
 ):  # fmt: skip
     # Longest tiles first inside a group of heads whose K and V fit into L2 together.
     pid = gl.program_id(0)
@@ -292,14 +326,15 @@ def _osk(
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [KS, 128, D], k_main.layout)
     v_ring = gl.allocate_shared_memory(dtype, [VS, 128, D], v_main.layout)
-    votes = gl.allocate_shared_memory(gl.float32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    votes = gl.allocate_shared_memory(gl.float32, [VOTES, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], bars)
     k_free = gl.allocate_shared_memory(gl.int64, [KS, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], bars)
     v_free = gl.allocate_shared_memory(gl.int64, [VS, 1], bars)
-    voted = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
+    voted = gl.allocate_shared_memory(gl.int64, [VOTES, 1], bars)
+    seen = gl.allocate_shared_memory(gl.int64, [VOTES, 1], bars)
     mbarrier.init(q_full, count=1)
     for j in gl.static_range(KS):
         mbarrier.init(k_full.index(j), count=1)
@@ -307,8 +342,9 @@ def _osk(
     for j in gl.static_range(VS):
         mbarrier.init(v_full.index(j), count=1)
         mbarrier.init(v_free.index(j), count=2)
-    for j in gl.static_range(2):
+    for j in gl.static_range(VOTES):
         mbarrier.init(voted.index(j), count=2)
+        mbarrier.init(seen.index(j), count=1)
     fence_async_shared()
 
     mbarrier.expect(q_full, 128 * D * 2)
@@ -322,23 +358,25 @@ def _osk(
     out_head = out + head.to(gl.int64) * out_head_stride
     column = head // GROUP * D
     tile = first_tile + t
-    walked = gl.maximum(count, 1)
+    steps = gl.maximum(count, 1)
     gl.warp_specialize(
         [
             (_consumer, (
-                q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, voted, votes,
+                q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, votes, voted, seen,
                 lists, out_head, stats + item, HEADS * tiles, count, tile, row0, q_len, out_stride, scale, threshold,
-                D, KS, VS, SKIP, DEFER, 0)),
+                D, KS, VS, SKIP, VOTES, 0)),
             (_consumer, (
-                q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, voted, votes,
+                q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, votes, voted, seen,
                 lists, out_head, stats + item, HEADS * tiles, count, tile, row0, q_len, out_stride, scale, threshold,
-                D, KS, VS, SKIP, DEFER, 1)),
-            (_producer, (
-                k_main, v_main, k_tail, v_tail, k_ring, v_ring, k_full, k_free, v_full, v_free, voted, votes,
-                lists, table, walked, tail_block, column, threshold, D, PAGE, BOX, KS, VS, DEFER)),
+                D, KS, VS, SKIP, VOTES, 1)),
+            (_k_loader, (
+                k_main, k_tail, k_ring, k_full, k_free, lists, table, steps, tail_block, column, D, PAGE, BOX, KS)),
+            (_v_loader, (
+                v_main, v_tail, v_ring, v_full, v_free, votes, voted, seen, lists, table, steps, tail_block, column,
+                threshold, D, PAGE, BOX, VS, SKIP, VOTES)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 
@@ -361,13 +399,12 @@ def refusal(q: Tensor, kv: PagedKV, plan: BlockPlan) -> str | None:
 
 
 def osk_hopper(
-    q: Tensor, kv: PagedKV, plan: BlockPlan, scale: float, *, defer: bool = True, stages: tuple[int, int] = (2, 2)
+    q: Tensor, kv: PagedKV, plan: BlockPlan, scale: float, *, stages: tuple[int, int] | None = None
 ) -> tuple[Tensor, TileStats]:
     """:func:`prefill_kernels.block_attention` on sm_90, for calls that :func:`refusal` accepts.
 
     Args:
-        defer: with skipping on, load V only for blocks that the tile voted to keep.
-        stages: blocks in the K ring and in the V ring.
+        stages: blocks in the K ring and in the V ring; a run of skipped blocks wants K further ahead.
     """
     batch, heads, q_len, dim = q.shape
     tiles, width = plan.order.shape[2:]
@@ -382,6 +419,7 @@ def osk_hopper(
     group = heads // kv.num_kv_heads
     order, count = plan.order.contiguous(), plan.count.contiguous()
     skip = plan.log_threshold is not None
+    stages = stages or ((3, 2) if skip else (2, 2))
     kv_bytes = 2 * plan.kv_len * dim * q.element_size()
     head_group = group * _largest_divisor(kv.num_kv_heads, max(1, L2_BYTES // kv_bytes))
     for b in range(batch):  # one launch a sequence: prefill runs one sequence a call
@@ -422,7 +460,7 @@ def osk_hopper(
             KS=stages[0],
             VS=stages[1],
             SKIP=skip,
-            DEFER=skip and defer,
+            VOTES=4,
             num_warps=4,
         )
         if batch > 1:

@@ -80,7 +80,6 @@ def kap_scores(
     if kv.kv_len != q_offset + q.shape[2]:
         raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
 
-
     def triton_refusal() -> str | None:
         if problem := triton_problem():
             return problem

@@ -20,36 +20,45 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def sample_kernel(
+    k, table, samples, kv_len, count, kv_heads, table_stride, kv_page, kv_slot, kv_head,
+    D: tl.constexpr, PAGE: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Collect every STRIDE-th key of a head in a row of ``samples`` [B, Hkv, count, D]; zeros beyond the sequence."""
+    b, kv = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, D)
+    token = n * STRIDE
+    exists = token < kv_len
+    page = tl.load(table + b.to(tl.int64) * table_stride + token // PAGE, mask=exists, other=0).to(tl.int64)
+    rows = page * kv_page + (token % PAGE) * kv_slot + kv * kv_head
+    keys = tl.load(k + rows[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
+    target = samples + tl.program_id(1).to(tl.int64) * count * D
+    tl.store(target + n[:, None] * D + dim[None, :], keys, mask=(n < count)[:, None])
+
+
+@triton.jit
 def _block_maxima(
-    query, k, table, head_offset, j, position, stride_page, stride_slot, kv_len,
-    D: tl.constexpr, PAGE: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, PER: tl.constexpr,
-    M: tl.constexpr, MASK: tl.constexpr,
+    query, keys, j, position,
+    D: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, PER: tl.constexpr, M: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of each row in each of BN // PER key blocks."""
-    token = (j * BN + tl.arange(0, BN)) * STRIDE
-    dim = tl.arange(0, D)
+    n = j * BN + tl.arange(0, BN)
+    k = tl.load(keys + n[:, None] * D + tl.arange(0, D)[None, :])
+    s = tl.dot(query, tl.trans(k), input_precision="ieee")
     if MASK:
-        exists = token < kv_len
-        page = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64)
-        rows = page * stride_page + (token % PAGE) * stride_slot + head_offset
-        keys = tl.load(k + rows[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
-    else:
-        page = tl.load(table + token // PAGE).to(tl.int64)
-        rows = page * stride_page + (token % PAGE) * stride_slot + head_offset
-        keys = tl.load(k + rows[:, None] + dim[None, :])
-    s = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    if MASK:
-        s = tl.where(token[None, :] <= position[:, None], s, float("-inf"))
+        s = tl.where((n * STRIDE)[None, :] <= position[:, None], s, float("-inf"))
     return tl.max(tl.reshape(s, (M, BN // PER, PER)), 2)
 
 
 @triton.jit
 def kap_kernel(
-    q, k, table, scratch, score, hrm,
-    scale, q_len, kv_len, first_tile, tiles, blocks, kv_heads, table_stride, items, tile_groups,
-    q_batch, q_head, q_row, kv_page, kv_slot, kv_head,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    q, samples, scratch, score, hrm,
+    scale, q_len, count, first_tile, tiles, blocks, kv_heads, items, tile_groups,
+    q_batch, q_head, q_row,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Scores and flags of TILES tiles of HEADS query heads of one KV head at a time; ``hrm`` is int8.
 
@@ -74,8 +83,7 @@ def kap_kernel(
         position = first_tile * BLOCK + local
         places = q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + local.to(tl.int64) * q_row
         query = tl.load(places[:, None] + dim[None, :], mask=used[:, None], other=0.0)
-        pages = table + b.to(tl.int64) * table_stride
-        head_offset = kv * kv_head
+        keys = samples + (b * kv_heads + kv).to(tl.int64) * count * D
 
         # Keys before the first tile need no mask.
         last = tl.minimum(first_tile + first + TILES, blocks)
@@ -83,18 +91,12 @@ def kap_kernel(
         steps = tl.cdiv(last * PER, BN)
         top = tl.full([M], float("-inf"), tl.float32)
         for j in tl.range(0, whole, num_stages=STAGES):
-            best = _block_maxima(
-                query, k, pages, head_offset, j, position, kv_page, kv_slot, kv_len,
-                D, PAGE, STRIDE, BN, PER, M, False,
-            ) * scale  # fmt: skip
+            best = _block_maxima(query, keys, j, position, D, STRIDE, BN, PER, M, False) * scale
             top = tl.maximum(top, tl.max(best, 1))
             n = j * (BN // PER) + tl.arange(0, BN // PER)
             tl.store(scratch + row[:, None] * blocks + n[None, :], best)
         for j in range(whole, steps):
-            best = _block_maxima(
-                query, k, pages, head_offset, j, position, kv_page, kv_slot, kv_len,
-                D, PAGE, STRIDE, BN, PER, M, True,
-            ) * scale  # fmt: skip
+            best = _block_maxima(query, keys, j, position, D, STRIDE, BN, PER, M, True) * scale
             top = tl.maximum(top, tl.max(best, 1))
             n = j * (BN // PER) + tl.arange(0, BN // PER)
             tl.store(scratch + row[:, None] * blocks + n[None, :], best, mask=(n < blocks)[None, :])
@@ -105,7 +107,7 @@ def kap_kernel(
         pair_tile = first + pair // HEADS
         stored = (pair_head < GROUP) & (pair_tile < tiles)
         target = ((b * kv_heads + kv) * GROUP + pair_head).to(tl.int64) * tiles + pair_tile
-        for c in range(0, last, CHUNK):
+        for c in tl.range(0, last, CHUNK, num_stages=SCAN):
             n = c + tl.arange(0, CHUNK)
             causal = (n[None, :] <= (first_tile + t)[:, None]) & used[:, None]
             best = tl.load(scratch + row[:, None] * blocks + n[None, :], mask=causal, other=float("-inf"))
@@ -153,6 +155,8 @@ def kap_triton(
     waves: int = 1,
     chunk: int = 64,
     stages: int = 3,
+    scan: int = 2,
+    wide: int = 128,
 ) -> tuple[Tensor, Tensor]:
     """Scores (float32) and flags (bool), both [B, Hq, NQ, NK], for calls that :func:`refusal` accepts."""
     batch, heads, q_len, dim = q.shape
@@ -168,40 +172,54 @@ def kap_triton(
     while tile_count * together * per < 16:
         tile_count *= 2
     rows = tile_count * together * per
-    keys = max(per, 128 if block_size == 128 else 16)
+    keys = max(per, wide if block_size == 128 else 16)
     tile_groups = -(-tiles // tile_count)
     items = tile_groups * batch * kv.num_kv_heads * -(-group // together)
     programs = min(items, waves * _resident_programs(q.device))
     scratch = torch.empty(programs, rows, blocks, dtype=torch.float32, device=q.device)
-    kap_kernel[(programs,)](
-        q,
+    count = -(-blocks * per // keys) * keys
+    samples = torch.empty(batch, kv.num_kv_heads, count, dim, dtype=q.dtype, device=q.device)
+    sample_kernel[(-(-count // 64), batch * kv.num_kv_heads)](
         kv.k_pages,
         kv.page_table,
+        samples,
+        kv.kv_len,
+        count,
+        kv.num_kv_heads,
+        kv.page_table.stride(0),
+        *kv.k_pages.stride()[:3],
+        D=dim,
+        PAGE=kv.page_size,
+        STRIDE=stride,
+        ROWS=64,
+        num_warps=4,
+    )
+    kap_kernel[(programs,)](
+        q,
+        samples,
         scratch,
         score,
         hrm.view(torch.int8),
         scale,
         q_len,
-        kv.kv_len,
+        count,
         q_offset // block_size,
         tiles,
         blocks,
         kv.num_kv_heads,
-        kv.page_table.stride(0),
         items,
         tile_groups,
         *q.stride()[:3],
-        *kv.k_pages.stride()[:3],
         GROUP=group,
         HEADS=together,
         TILES=tile_count,
         D=dim,
-        PAGE=kv.page_size,
         BLOCK=block_size,
         STRIDE=stride,
         BN=keys,
         CHUNK=chunk if block_size == 128 else 8,
         STAGES=stages,
+        SCAN=scan,
         num_warps=num_warps(rows),
     )
     return score, hrm

@@ -24,7 +24,9 @@ def _nan_max(a, b):
 
 
 @triton.jit
-def _rows_of_block(table, block, head_offset, kv_len, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_of_block(
+    table, block, head_offset, kv_len, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Element offsets of the tokens of one block of one head, and which tokens exist."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     exists = token < kv_len

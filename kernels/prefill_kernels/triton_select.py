@@ -85,6 +85,7 @@ def select_triton(
     budget: float | None,
     order: str,
     force_sink_diagonal: bool,
+    blocks_a_warp: int = 512,
 ) -> tuple[Tensor, Tensor]:
     """Visiting order (int32 [B, Hq, NQ, NK], -1 padded) and counts (int32 [B, Hq, NQ]).
 
@@ -94,6 +95,7 @@ def select_triton(
         p, budget: Top-p threshold or share of the causal blocks; at ``p >= 1`` every causal block is kept.
         order: ``hrm_first``, ``ascending`` or ``descending``.
         force_sink_diagonal: put block 0 and the diagonal first.
+        blocks_a_warp: sorted by one warp.
     """
     batch, heads, tiles, blocks = score.shape
     device = score.device
@@ -122,7 +124,7 @@ def select_triton(
             RULE=rule,
             FORCE=force_sink_diagonal,
             VISIT=("hrm_first", "ascending", "descending").index(order),
-            num_warps=min(16, max(1, size // 256)),
+            num_warps=min(16, max(1, size // blocks_a_warp)),
         )
         start += span
     return lists, counts

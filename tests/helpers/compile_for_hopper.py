@@ -15,13 +15,14 @@ from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
+    **dict.fromkeys(("q", "k", "v", "out", "samples"), "*bf16"),
     **dict.fromkeys(("table", "order", "counts", "stats"), "*i32"),
     **dict.fromkeys(("scratch", "score"), "*fp32"),
     **dict.fromkeys(("hrm", "mask"), "*i8"),
     "limit": "*fp64",
 }
 ALIGNED = ("q_batch", "q_head", "q_row", "kv_page", "kv_slot", "kv_head", "out_batch", "out_head", "out_row")
+WITHOUT_PRODUCT = (triton_select.select_kernel, triton_kap.sample_kernel)
 FLOATS = ("scale", "threshold")
 
 
@@ -39,7 +40,7 @@ def build(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
     built = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
     print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
     assert built.metadata.shared <= 227 * 1024, label
-    assert "wgmma" in built.asm["ptx"] or kernel is triton_select.select_kernel or constants.get("D", 128) < 64, label
+    assert "wgmma" in built.asm["ptx"] or kernel in WITHOUT_PRODUCT or constants.get("D", 128) < 64, label
 
 
 def main() -> None:
@@ -52,11 +53,12 @@ def main() -> None:
         build(triton_osk.logical_kernel, f"logical d={dim}", options["num_warps"], **shape)
     for stride in (4, 8, 16):
         per = 128 // stride
-        tiles = 128 // (4 * per)
+        tiles = max(1, 128 // (4 * per))
         build(
             triton_kap.kap_kernel, f"kap stride={stride}", triton_kap.num_warps(4 * per * tiles),
-            GROUP=4, HEADS=4, TILES=tiles, D=128, PAGE=64, BLOCK=128, STRIDE=stride, BN=128, CHUNK=64, STAGES=3,
+            GROUP=4, HEADS=4, TILES=tiles, D=128, BLOCK=128, STRIDE=stride, BN=128, CHUNK=64, STAGES=3, SCAN=2,
         )  # fmt: skip
+        build(triton_kap.sample_kernel, f"sample stride={stride}", 4, D=128, PAGE=64, STRIDE=stride, ROWS=64)
     for rule in (0, 1, 2):
         build(triton_select.select_kernel, f"select rule={rule}", 1, N=256, RULE=rule, FORCE=rule == 0, VISIT=rule)
 

@@ -127,7 +127,7 @@ def test_head_major_queries_and_a_batch(backend):
     )
     q, k, v = (torch.cat([one[i], two[i]]).contiguous() for i in range(3))
     both, stats = block_attention(q, paged(k, v, 64), plan, scale=128**-0.5, backend=backend)
-    for b, (x, y, z, kv) in enumerate((one, two)):
+    for b, (x, _, _, kv) in enumerate((one, two)):
         alone, counts = block_attention(x, kv, plans[b], scale=128**-0.5, backend=backend)
         assert torch.equal(both[b : b + 1], alone)
         assert torch.equal(stats.computed_cells[b : b + 1], counts.computed_cells)
