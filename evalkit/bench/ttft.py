@@ -56,13 +56,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/h200/benchmarks.csv"))
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768, 131072], help="multiples of 128")
+    parser.add_argument("--variants", nargs="+", default=["fa2", "cudnn", "cosa"], help="the first is the base")
+    parser.add_argument("--repeats", type=int, default=5, help="measured forwards, after one that warms up")
     arguments = parser.parse_args()
-    variants = {
+    functions = {
         "fa2": dense(SDPBackend.FLASH_ATTENTION),
         "cudnn": dense(SDPBackend.CUDNN_ATTENTION),
         "cosa": cosa,
     }
-    for name, function in variants.items():
+    for name, function in functions.items():
         AttentionInterface.register(f"bench_{name}", function)
         AttentionMaskInterface.register(f"bench_{name}", lambda *_, **__: None)
     config = Qwen3Config(
@@ -81,13 +83,13 @@ def main() -> None:
     for tokens in arguments.tokens:
         ids = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
         base = 0.0
-        for name in variants:
+        for name in arguments.variants:
             model.set_attn_implementation(f"bench_{name}")
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             times = []
             with torch.inference_mode():
-                for _ in range(6 if tokens < 65536 else 3):
+                for _ in range(1 + arguments.repeats):
                     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     torch.cuda.synchronize()
                     start.record()
@@ -104,7 +106,7 @@ def main() -> None:
                 writer = csv.writer(file, lineterminator="\n")
                 for metric, value, unit in (
                     ("ttft", seconds, "s"),
-                    ("speedup_fa2", base / seconds, "ratio"),
+                    (f"speedup_{arguments.variants[0]}", base / seconds, "ratio"),
                     ("peak_memory", peak, "GiB"),
                 ):
                     writer.writerow(["ttft", name, tokens, setting, metric, f"{value:.5g}", unit, *machine, command])
