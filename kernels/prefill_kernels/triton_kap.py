@@ -58,7 +58,8 @@ def kap_kernel(
     scale, q_len, count, first_tile, tiles, blocks, kv_heads, items, tile_groups,
     q_batch, q_head, q_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Scores and flags of TILES tiles of HEADS query heads of one KV head at a time; ``hrm`` is int8.
 

@@ -85,7 +85,6 @@ def select_triton(
     budget: float | None,
     order: str,
     force_sink_diagonal: bool,
-    blocks_a_warp: int = 512,
 ) -> tuple[Tensor, Tensor]:
     """Visiting order (int32 [B, Hq, NQ, NK], -1 padded) and counts (int32 [B, Hq, NQ]).
 
@@ -95,7 +94,6 @@ def select_triton(
         p, budget: Top-p threshold or share of the causal blocks; at ``p >= 1`` every causal block is kept.
         order: ``hrm_first``, ``ascending`` or ``descending``.
         force_sink_diagonal: put block 0 and the diagonal first.
-        blocks_a_warp: sorted by one warp.
     """
     batch, heads, tiles, blocks = score.shape
     device = score.device
@@ -124,10 +122,15 @@ def select_triton(
             RULE=rule,
             FORCE=force_sink_diagonal,
             VISIT=("hrm_first", "ascending", "descending").index(order),
-            num_warps=min(16, max(1, size // blocks_a_warp)),
+            num_warps=num_warps(size),
         )
         start += span
     return lists, counts
+
+
+def num_warps(size: int) -> int:
+    """Fixed launch table by the size of the sort."""
+    return max(1, size // 512) if size <= 1024 else min(16, size // 256)
 
 
 @functools.lru_cache(maxsize=64)

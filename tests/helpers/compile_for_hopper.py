@@ -61,6 +61,10 @@ def main() -> None:
         build(triton_kap.sample_kernel, f"sample stride={stride}", 4, D=128, PAGE=64, STRIDE=stride, ROWS=64)
     for rule in (0, 1, 2):
         build(triton_select.select_kernel, f"select rule={rule}", 1, N=256, RULE=rule, FORCE=rule == 0, VISIT=rule)
+    warps = triton_select.num_warps(triton_select.MAX_BLOCKS)
+    build(
+        triton_select.select_kernel, "longest select", warps, N=triton_select.MAX_BLOCKS, RULE=1, FORCE=False, VISIT=0
+    )
 
 
 if __name__ == "__main__":

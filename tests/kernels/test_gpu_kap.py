@@ -54,8 +54,9 @@ def test_order_and_selection_equal_the_reference(blocks, heads, ties):
     assert torch.equal(ordered, order_blocks(s, first_tile=first, backend="torch"))
     length = blocks * 128
     shape = {"block_size": 128, "q_offset": first * 128, "q_len": length - first * 128, "prompt_len": length}
-    for rule in ({"p": 0.9}, {"p": 1.0}, {"budget": 0.3}):
-        for order in ("hrm_first", "ascending", "descending"):
+    long = blocks > 1024  # compiling a long sort takes seconds
+    for rule in ({"p": 0.9},) if long else ({"p": 0.9}, {"p": 1.0}, {"budget": 0.3}):
+        for order in ("hrm_first",) if long else ("hrm_first", "ascending", "descending"):
             settings = {"order": order, "force_sink_diagonal": order == "descending", **shape, **rule}
             got, want = (select_blocks(s, backend=x, **settings) for x in ("triton", "torch"))
             assert torch.equal(got.order, want.order) and torch.equal(got.count, want.count)
