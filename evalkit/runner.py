@@ -107,7 +107,7 @@ class Resolved:
 def _resolve(cell: Cell) -> Resolved:
     device = resolve_device(cell.execution.device)
     dtype = resolve_dtype(cell.model.dtype, device)
-    backend = resolve_backend(cell.execution.backend)
+    backend = resolve_backend(cell.execution.backend, device, dtype)
     source = locate(cell.model)
     tokenizer = load_tokenizer(source, cell.model)
     renderer = PromptRenderer(tokenizer, chat=cell.model.chat, thinking=cell.model.thinking)

@@ -62,7 +62,7 @@ def inputs(tokens: int, seed: int, sigma: float = 0.0) -> Inputs:
     return q, kv, k.transpose(1, 2), v.transpose(1, 2)
 
 
-def geometry(tokens: int) -> dict[str, int]:
+def geometry(tokens: int) -> dict[str, Any]:
     """Geometry of an unchunked prompt."""
     return {"block_size": BLOCK, "q_offset": 0, "q_len": tokens, "prompt_len": tokens}
 

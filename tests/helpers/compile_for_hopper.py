@@ -5,7 +5,6 @@ Run as a program with TRITON_INTERPRET=0; prints one line a kernel and fails on 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import triton
@@ -48,10 +47,10 @@ def main() -> None:
     for dim in (64, 128):
         options = triton_osk.launch_options(dim, 128)
         shape = {"GROUP": 4, "D": dim, "PAGE": 64, "BLOCK": 128, "STAGES": options["STAGES"]}
-        for skip in (False, True):
+        for skip in (False, True) if dim == 128 else (True,):
             build(triton_osk.osk_kernel, f"osk d={dim} skip={skip}", options["num_warps"], SKIP=skip, **shape)
         build(triton_osk.logical_kernel, f"logical d={dim}", options["num_warps"], **shape)
-    for stride in (4, 8, 16):
+    for stride in (8, 16):
         per = 128 // stride
         tiles = max(1, 128 // (4 * per))
         build(
@@ -61,11 +60,7 @@ def main() -> None:
         build(triton_kap.sample_kernel, f"sample stride={stride}", 4, D=128, PAGE=64, STRIDE=stride, ROWS=64)
     for rule in (0, 1, 2):
         build(triton_select.select_kernel, f"select rule={rule}", 1, N=256, RULE=rule, FORCE=rule == 0, VISIT=rule)
-    warps = triton_select.num_warps(triton_select.MAX_BLOCKS)
-    build(
-        triton_select.select_kernel, "longest select", warps, N=triton_select.MAX_BLOCKS, RULE=1, FORCE=False, VISIT=0
-    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
