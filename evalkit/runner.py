@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from prefill_kernels import resolve_backend
+from prefill_kernels.backends import half_problem, hopper_problem
 from transformers import PreTrainedTokenizerBase
 
 from .attention import Session
@@ -24,7 +25,7 @@ from .benchmarks.docs import perplexity_docs, ruler_docs
 from .benchmarks.perplexity import Windows, build_windows
 from .config import Cell, PerplexityConfig, RulerConfig
 from .corpora import Corpora
-from .errors import IntegrityError
+from .errors import InputError, IntegrityError
 from .identity import cell_identity, provenance
 from .lm import EvalkitLM, ProgressLines
 from .models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
@@ -107,7 +108,7 @@ class Resolved:
 def _resolve(cell: Cell) -> Resolved:
     device = resolve_device(cell.execution.device)
     dtype = resolve_dtype(cell.model.dtype, device)
-    backend = resolve_backend(cell.execution.backend)
+    backend = _backend(cell.execution.backend, device, dtype)
     source = locate(cell.model)
     tokenizer = load_tokenizer(source, cell.model)
     renderer = PromptRenderer(tokenizer, chat=cell.model.chat, thinking=cell.model.thinking)
@@ -115,6 +116,16 @@ def _resolve(cell: Cell) -> Resolved:
     data = {"weights": source.checksum, "prompt": renderer.fingerprint, **prepared.checksums}
     identity = cell_identity(cell, device=device, dtype=dtype, backend=backend, data=data)
     return Resolved(device, dtype, source, renderer, prepared, identity)
+
+
+def _backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend a cell runs with; one asked for by name must be able to run here."""
+    problem = hopper_problem(device) if name == "hopper" else None
+    if name in ("triton", "hopper"):
+        problem = problem or half_problem(device, dtype)
+    if problem is not None:
+        raise InputError("execution.backend", name, f"auto or torch here: {problem}")
+    return resolve_backend(name, device, dtype)
 
 
 def _unresolved(cell: Cell) -> dict[str, Any]:

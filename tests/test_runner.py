@@ -206,6 +206,16 @@ def test_generation_stops_at_the_models_end_tokens(models, tmp_path):
         assert (record["calls"]["decode"] <= 2 * 3) == stop
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU backend where there is no GPU")
+@pytest.mark.parametrize("backend,dtype", [("hopper", "bfloat16"), ("triton", "bfloat16")])
+def test_a_backend_that_cannot_run_here_is_refused_before_loading(models, tmp_path, monkeypatch, backend, dtype):
+    monkeypatch.setattr(runner, "locate", None)
+    cell = ruler_cell(models, tmp_path)
+    cell = replace(cell, model=replace(cell.model, dtype=dtype), execution=ExecutionConfig(backend=backend))
+    with pytest.raises(InputError, match=f"execution.backend='{backend}': auto or torch here: "):
+        run_cell(cell)
+
+
 def test_a_directory_that_cannot_be_written_is_one_clear_error(models, tmp_path):
     for out in ("/proc/none", "/dev/null/x"):
         with pytest.raises(StoreError, match=f"out='{out}': must be a directory that can be written to"):

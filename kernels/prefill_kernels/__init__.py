@@ -1,6 +1,8 @@
 """Sparse-prefill attention operations: one function each, with a ``backend`` argument.
 
-This package needs torch alone (and triton for the GPU backends) and can be used without the harness:
+This package needs torch alone (and triton for the GPU backends) and can be used without the harness. ``backend`` is
+``auto``, ``torch``, ``triton`` or ``hopper``: see :func:`resolve_backend`. GPU backends run bfloat16 and float16, and
+give tile counts as int32 without waiting for the device.
 
 =====================  =====================================================================
 :func:`kap_scores`      CoSA's Kernel-Aware Proxy: block scores and HRM flags (equations 8-12)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import resolve_backend
+from .backends import choose_backend, triton_problem
 from .paged import PagedKV
 
 _MAX_LOGITS = 1 << 25
@@ -71,14 +71,26 @@ def kap_scores(
 
     Raises:
         ValueError: stride outside 1..block_size, unaligned offset, or keys that do not match the queries.
+        BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    resolve_backend(backend)
     if not 1 <= stride <= block_size:
         raise ValueError(f"stride={stride}: 1 to block_size={block_size}")
     if q_offset % block_size:
         raise ValueError(f"q_offset={q_offset}: must be a multiple of block_size={block_size}")
     if kv.kv_len != q_offset + q.shape[2]:
         raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
+
+    def triton_refusal() -> str | None:
+        if problem := triton_problem():
+            return problem
+        from . import triton_kap
+
+        return triton_kap.refusal(q, kv, stride, scale, block_size)
+
+    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+        from .triton_kap import kap_triton
+
+        return KapScores(*kap_triton(q, kv, stride, scale, block_size, q_offset))
     return _kap_torch(q, kv, stride, scale, block_size, q_offset)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import resolve_backend
+from .backends import choose_backend, hopper_problem, triton_problem
 from .paged import PagedKV
 from .plans import BlockPlan, TileStats
 
@@ -31,15 +31,41 @@ def block_attention(
         accumulates in float32, or in float64 when ``q`` is.
 
     Raises:
-        ValueError: shapes of ``q``, ``kv`` and ``plan`` do not belong together.
+        ValueError: shapes of ``q``, ``kv`` and ``plan`` do not belong together, or ``scale`` is not above 0.
+        BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    resolve_backend(backend)
     if q.shape[2] != plan.q_len or kv.kv_len != plan.kv_len:
         raise ValueError(f"q_len={q.shape[2]}, kv_len={kv.kv_len}: the plan is for {plan.q_len} and {plan.kv_len}")
     if plan.order.shape[:2] != q.shape[:2]:
         raise ValueError(f"plan.order {tuple(plan.order.shape)}: must lead with [B, Hq] = {tuple(q.shape[:2])}")
     if q.shape[1] % kv.num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads: must be a multiple of {kv.num_kv_heads} KV heads")
+    if scale <= 0:
+        raise ValueError(f"scale={scale}: must be above 0")
+
+    def hopper_refusal() -> str | None:
+        if problem := hopper_problem(q.device):
+            return problem
+        from . import hopper_osk
+
+        return hopper_osk.refusal(q, kv, plan)
+
+    def triton_refusal() -> str | None:
+        if problem := triton_problem():
+            return problem
+        from . import triton_osk
+
+        return triton_osk.refusal(q, kv, plan)
+
+    chosen = choose_backend(backend, q.device, {"hopper": hopper_refusal, "triton": triton_refusal})
+    if chosen == "hopper":
+        from .hopper_osk import osk_hopper
+
+        return osk_hopper(q, kv, plan, scale)
+    if chosen == "triton":
+        from .triton_osk import osk_triton
+
+        return osk_triton(q, kv, plan, scale)
     return _osk_torch(q, kv, plan, scale)
 
 

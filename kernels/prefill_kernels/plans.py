@@ -113,13 +113,13 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class TileStats:
-    """What a kernel really did, per tile, on the device it ran on.
+    """What a kernel really did, per tile, on the device it ran on; int64, or int32 from the GPU backends.
 
     Attributes:
-        visited_cells: int64 [B, Hq, NQ], cells of blocks whose QK product was computed.
-        computed_cells: int64 [B, Hq, NQ], cells of blocks whose V side was computed too.
-        visited_blocks: int64 [B, Hq, NQ], the same as whole blocks.
-        computed_blocks: int64 [B, Hq, NQ].
+        visited_cells: [B, Hq, NQ], cells of blocks whose QK product was computed.
+        computed_cells: [B, Hq, NQ], cells of blocks whose V side was computed too.
+        visited_blocks: [B, Hq, NQ], the same as whole blocks.
+        computed_blocks: [B, Hq, NQ].
         computed: bool [B, Hq, NQ, K] aligned with ``plan.order``, False where skipped or padded; the reference
             backend fills it, others may leave it None.
     """

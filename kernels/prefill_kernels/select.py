@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import resolve_backend
+from .backends import choose_backend, triton_problem
 from .kap import KapScores
 from .plans import BlockPlan
 
 ORDERS = ("hrm_first", "ascending", "descending")
 
 
-def order_blocks(scores: KapScores, *, first_tile: int = 0, force_sink_diagonal: bool = False) -> Tensor:
+def order_blocks(
+    scores: KapScores, *, first_tile: int = 0, force_sink_diagonal: bool = False, backend: str = "auto"
+) -> Tensor:
     """Flag-grouped sort of the causal blocks of each tile (equation 13).
 
     HRM blocks come first, each group by descending score, ties by lowest block id. With ``force_sink_diagonal``
@@ -23,6 +25,8 @@ def order_blocks(scores: KapScores, *, first_tile: int = 0, force_sink_diagonal:
     """
     score, hrm = scores.score, scores.hrm
     tiles, blocks = score.shape[-2:]
+    if _choose(backend, score) == "triton":
+        return _select_triton(scores, first_tile, 1.0, None, "hrm_first", force_sink_diagonal)[0].long()
     block = torch.arange(blocks, device=score.device)
     tile = first_tile + torch.arange(tiles, device=score.device)[:, None]
     causal = block <= tile
@@ -100,14 +104,24 @@ def select_blocks(
         skip_scale: carried into the plan.
         force_sink_diagonal: always keep block 0 and the diagonal block, visited first.
         backend: see :func:`prefill_kernels.resolve_backend`.
+
+    Raises:
+        ValueError: not exactly one rule, or an unknown order.
+        BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    resolve_backend(backend)
     if (p is None) == (budget is None):
         raise ValueError(f"p={p}, budget={budget}: give exactly one")
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: one of {', '.join(ORDERS)}")
     first_tile = q_offset // block_size
-    ranked = order_blocks(scores, first_tile=first_tile, force_sink_diagonal=force_sink_diagonal)
+
+    def plan(lists: Tensor, count: Tensor) -> BlockPlan:
+        kv_len = q_offset + q_len
+        return BlockPlan(lists, count, block_size, q_offset, q_len, kv_len, prompt_len, skip_scale)
+
+    if _choose(backend, scores.score) == "triton":
+        return plan(*_select_triton(scores, first_tile, p, budget, order, force_sink_diagonal))
+    ranked = order_blocks(scores, first_tile=first_tile, force_sink_diagonal=force_sink_diagonal, backend="torch")
     minimum = 2 if force_sink_diagonal else 1
     if p is not None:
         count = top_p_counts(scores.score, ranked, p, minimum=minimum)
@@ -122,13 +136,31 @@ def select_blocks(
         visit = torch.where(kept, ranked, -1).sort(-1, descending=True).values
     else:
         visit = ranked
-    return BlockPlan(
-        order=torch.where(kept, visit, -1).int(),
-        count=count.int(),
-        block_size=block_size,
-        q_offset=q_offset,
-        q_len=q_len,
-        kv_len=q_offset + q_len,
-        prompt_len=prompt_len,
-        skip_scale=skip_scale,
+    return plan(torch.where(kept, visit, -1).int(), count.int())
+
+
+def _choose(backend: str, score: Tensor) -> str:
+    def triton_refusal() -> str | None:
+        if problem := triton_problem():
+            return problem
+        from . import triton_select
+
+        return triton_select.refusal(score)
+
+    return choose_backend(backend, score.device, {"triton": triton_refusal})
+
+
+def _select_triton(
+    scores: KapScores, first_tile: int, p: float | None, budget: float | None, order: str, force_sink_diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    from .triton_select import select_triton
+
+    return select_triton(
+        scores.score,
+        scores.hrm,
+        first_tile=first_tile,
+        p=p,
+        budget=budget,
+        order=order,
+        force_sink_diagonal=force_sink_diagonal,
     )

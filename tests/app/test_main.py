@@ -131,7 +131,7 @@ REFUSED = {
     "page size": ([*PPL, "execution.page_size=48"], "execution.page_size=48: must be a power of two from 16 to 256"),
     "chunk": ([*PPL, "execution.chunk_size=200"], "execution.chunk_size=200: must be a positive multiple of 128"),
     "device": ([*PPL, "execution.device=gpu"], "execution.device='gpu': did you mean cpu? known: auto, cpu, cuda"),
-    "backend": ([*PPL, "execution.backend=troch"], "execution.backend='troch': did you mean torch?"),
+    "backend": ([*PPL, "execution.backend=troch"], "execution.backend='troch': did you mean torch"),
     "length": ([*PPL, "task.length=16384"], "task.length=16384: model smollm2 supports at most 8192 without"),
     "scaled length": (
         [*PPL, "model=qwen3-8b", "task.length=200000"],

@@ -58,3 +58,44 @@ def test_full_selection_is_dense_on_cuda(model):
     assert (dense[0] - sparse[0]).abs().max() <= 1e-4
     part = run(model, "cuda", CoSA(select=Select(p=0.5)))
     assert (dense[0] - part[0]).abs().max() > 1e-2
+
+
+def kl(p, q):
+    p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("method", [CoSA(select=Select(p=0.9)), CoSA(select=Select(p=0.95), skip_scale=400.0)])
+def test_gpu_kernels_equal_the_reference_on_a_whole_model(method, head_dim):
+    """B within 0.2 point and KL within three times that of SDPA against eager, bfloat16, a length no block divides."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        attn_implementation="eager",
+    )
+    model = Qwen3ForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    ids = torch.randint(0, 512, (3001,), generator=torch.Generator().manual_seed(2)).cuda()
+    with torch.inference_mode():
+        eager = model(ids[None]).logits[0].float()
+        model.set_attn_implementation("sdpa")
+        floor = kl(model(ids[None]).logits[0].float(), eager)
+    outputs = {}
+    for backend in ("torch", "auto", "triton"):
+        with Session(model, method, backend=backend, page_size=32, page_shuffle=3) as session:
+            logits = session.logits(session.prefill(ids, keep_from=0))
+            outputs[backend] = logits, session.account()
+    reference, account = outputs["torch"]
+    assert floor > 0 and kl(eager, reference) > 3 * floor, "dense output must fail this check"
+    for backend in ("auto", "triton"):
+        logits, got = outputs[backend]
+        assert abs(got.budget.record()["B"] - account.budget.record()["B"]) <= 2e-3
+        assert kl(reference, logits) <= 3 * floor, (backend, kl(reference, logits), floor)

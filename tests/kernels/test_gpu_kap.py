@@ -1,0 +1,62 @@
+"""The Triton proxy and selection on the device against the float32 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import paged, tensors
+from prefill_kernels import KapScores, PagedKV, kap_scores, order_blocks, select_blocks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CASES = [  # length, query heads, KV heads, stride, offset, page size, head dim, dtype
+    (1, 1, 1, 8, 0, 16, 128, torch.bfloat16),
+    (127, 3, 1, 8, 0, 16, 128, torch.bfloat16),
+    (129, 4, 4, 16, 0, 128, 128, torch.bfloat16),
+    (3000, 8, 1, 8, 0, 64, 128, torch.bfloat16),
+    (2048, 8, 2, 4, 1024, 256, 128, torch.bfloat16),
+    (2500, 8, 2, 16, 384, 32, 64, torch.float16),
+    (700, 2, 1, 1, 0, 128, 64, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("length,q_heads,kv_heads,stride,offset,page_size,dim,dtype", CASES)
+def test_scores_and_flags_equal_the_float32_reference(
+    length, q_heads, kv_heads, stride, offset, page_size, dim, dtype, uneven
+):
+    shape = {"block": 128, "offset": offset, "seed": length, "dtype": dtype, "device": "cuda", "uneven": uneven}
+    q, k, v = tensors(length, q_heads, kv_heads, dim, **shape)
+    kv = paged(k, v, page_size)
+    settings = {"stride": stride, "scale": dim**-0.5, "q_offset": offset}
+    got = kap_scores(q, kv, backend="triton", **settings)
+    single = PagedKV(kv.k_pages.float(), kv.v_pages.float(), kv.page_table, kv.kv_len)
+    want = kap_scores(q.float(), single, backend="torch", **settings)
+    torch.testing.assert_close(got.score, want.score, rtol=1e-3, atol=1e-4)
+    # Two blocks whose maxima differ by rounding alone may exchange a flag.
+    assert float((got.hrm != want.hrm).float().mean()) < 1e-3
+    again = kap_scores(q, kv, backend="triton", **settings)
+    assert torch.equal(got.score, again.score) and torch.equal(got.hrm, again.hrm)
+
+
+@pytest.mark.parametrize("blocks,heads", [(5, 3), (200, 3), (1024, 1), (2500, 1)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_order_and_selection_equal_the_reference(blocks, heads, ties):
+    first = max(0, blocks - 150)
+    g = torch.Generator(device="cuda").manual_seed(blocks)
+    score = torch.rand(1, heads, blocks - first, blocks, generator=g, device="cuda") * 16
+    if ties:
+        score = score.round()
+    causal = torch.ones(blocks, blocks, device="cuda").tril()[first:]
+    hrm = (torch.rand(score.shape, generator=g, device="cuda") < 0.05) & causal.bool()
+    s = KapScores(score * causal, hrm)
+    ordered = order_blocks(s, first_tile=first, backend="triton")
+    assert torch.equal(ordered, order_blocks(s, first_tile=first, backend="torch"))
+    length = blocks * 128
+    shape = {"block_size": 128, "q_offset": first * 128, "q_len": length - first * 128, "prompt_len": length}
+    long = blocks > 1024  # compiling a long sort takes seconds
+    for rule in ({"p": 0.9},) if long else ({"p": 0.9}, {"p": 1.0}, {"budget": 0.3}):
+        for order in ("hrm_first",) if long else ("hrm_first", "ascending", "descending"):
+            settings = {"order": order, "force_sink_diagonal": order == "descending", **shape, **rule}
+            got, want = (select_blocks(s, backend=x, **settings) for x in ("triton", "torch"))
+            assert torch.equal(got.order, want.order) and torch.equal(got.count, want.count)
