@@ -146,6 +146,7 @@ class EvalkitLM(LM):
             **part,
             "budget": account.budget.record(),
             "calls": account.calls,
+            "backends": account.backends,
             "seconds": {"prefill": account.prefill_seconds, "total": total},
             "peak_bytes": int(peak),
             "warnings": self.session.method.warnings(part["prompt"]["tokens"]),

@@ -6,6 +6,7 @@ the position of a chunk and the prompt length arrive as an explicit :class:`Call
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,13 +24,14 @@ ATTENTION_NAME = "evalkit"
 
 @dataclass
 class CallCounts:
-    """Attention calls of one sample by what executed them, per layer."""
+    """Attention calls of one sample by what executed them, per layer; sparse ones by kernel backend too."""
 
     layers: int
     sparse: list[int] = field(default_factory=list)
     dense: list[int] = field(default_factory=list)
     fallback: list[int] = field(default_factory=list)
     decode: list[int] = field(default_factory=list)
+    backends: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         for kind in ("sparse", "dense", "fallback", "decode"):
@@ -98,6 +100,7 @@ def evalkit_attention(
     if isinstance(plan, BlockPlan):
         out, stats = block_attention(query, key, plan, scale=scale, backend=state.backend)
         state.calls.sparse[layer] += 1
+        state.calls.backends[stats.backend] += 1
         state.meter.add_sparse(layer, state.q_offset, q_len, stats, estimator)
     elif isinstance(plan, DensePlan):
         out = dense_attention(query, *key.gather(), scale=scale, q_offset=state.q_offset)

@@ -28,11 +28,13 @@ class Account:
     Attributes:
         budget: the prefill's budget.
         calls: ``expected`` attention calls and those made, by kind.
+        backends: sparse calls by the kernel backend that executed them; ``auto`` may fall back for a call.
         prefill_seconds: wall time of the prefill, synchronised on CUDA.
     """
 
     budget: SampleBudget
     calls: dict[str, int]
+    backends: dict[str, int]
     prefill_seconds: float
 
 
@@ -169,7 +171,9 @@ class Session:
         if self.method.name == "dense" and totals["sparse"] or self.method.name != "dense" and totals["dense"]:
             raise IntegrityError(f"call accounting: {self.method.name} made calls of the wrong kind: {totals}")
         expected = self.layers * (self._chunks + self._decoded)
-        return Account(self._meter.read(), {"expected": expected, **totals}, self._prefill_seconds)
+        return Account(
+            self._meter.read(), {"expected": expected, **totals}, dict(calls.backends), self._prefill_seconds
+        )
 
     def _forward(self, ids: Tensor, phase: str) -> Tensor:
         state = CallState(

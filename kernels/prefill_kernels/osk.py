@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -61,11 +63,13 @@ def block_attention(
     if chosen == "hopper":
         from .hopper_osk import osk_hopper
 
-        return osk_hopper(q, kv, plan, scale)
+        out, stats = osk_hopper(q, kv, plan, scale)
+        return out, replace(stats, backend=chosen)
     if chosen == "triton":
         from .triton_osk import osk_triton
 
-        return osk_triton(q, kv, plan, scale)
+        out, stats = osk_triton(q, kv, plan, scale)
+        return out, replace(stats, backend=chosen)
     return _osk_torch(q, kv, plan, scale)
 
 

@@ -122,6 +122,7 @@ class TileStats:
         computed_blocks: [B, Hq, NQ].
         computed: bool [B, Hq, NQ, K] aligned with ``plan.order``, False where skipped or padded; the reference
             backend fills it, others may leave it None.
+        backend: what executed the call, also where ``auto`` fell back.
     """
 
     visited_cells: Tensor
@@ -129,3 +130,4 @@ class TileStats:
     visited_blocks: Tensor
     computed_blocks: Tensor
     computed: Tensor | None = None
+    backend: str = "torch"

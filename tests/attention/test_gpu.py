@@ -95,6 +95,7 @@ def test_gpu_kernels_equal_the_reference_on_a_whole_model(method, head_dim):
             outputs[backend] = logits, session.account()
     reference, account = outputs["torch"]
     assert floor > 0 and kl(eager, reference) > 3 * floor, "dense output must fail this check"
+    assert outputs["triton"][1].backends == {"triton": 4} and "torch" not in outputs["auto"][1].backends
     for backend in ("auto", "triton"):
         logits, got = outputs[backend]
         assert abs(got.budget.record()["B"] - account.budget.record()["B"]) <= 2e-3

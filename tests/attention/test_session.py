@@ -95,6 +95,7 @@ def test_a_sparse_run_is_not_dense():
     record = account.budget.record()
     assert record["B"] <= record["B_stage1"] < 1
     assert account.calls == {"expected": 3, "sparse": 3, "dense": 0, "fallback": 0, "decode": 0}
+    assert account.backends == {"torch": 3}
     cells = 3 * 6 * SPARSE.estimator_cells(0, 301)
     assert record["estimator"] == pytest.approx(cells / (2 * record["dense"])) and cells > 0
     assert record["B_cost"] == pytest.approx(
