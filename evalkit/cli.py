@@ -29,6 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .app.main import run
 
             return run(arguments[1:])
+        if arguments[:1] == ["calibrate"]:
+            from .app.calibrate import run as calibrate
+
+            return calibrate(arguments[1:])
+        if arguments[:1] == ["search-patterns"]:
+            from .app.search_patterns import run as search_patterns
+
+            return search_patterns(arguments[1:])
         return _other(arguments)
     except EvalkitError as exc:
         print(f"evalkit: {' '.join(str(exc).split())}", file=sys.stderr)
@@ -42,13 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _other(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    if options.command == "run":  # only reached as "evalkit --flag run": Hydra's arguments are not ours to parse
-        raise InputError("command", "run", "must come first: evalkit run ...")
+    # After a flag of ours: Hydra's arguments are not ours to parse.
+    if options.command in ("run", "calibrate", "search-patterns"):
+        raise InputError("command", options.command, f"must come first: evalkit {options.command} ...")
     if options.command == "report":
         from .report import write_report
 
         write_report(options.directories, options.out, formats=tuple(options.format))
         return 0
+    if options.command == "methods":
+        from .methods.catalog import print_methods
+
+        return print_methods(only_table_a=options.table_a)
     from .status import print_status
 
     return print_status(options.directories)
@@ -59,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help="run cells: model x method x task; -m sweeps (evalkit run --help)", add_help=False)
+    calibrate = "find the value of a method's knob that reaches a budget (evalkit calibrate --help)"
+    commands.add_parser("calibrate", help=calibrate, add_help=False)
+    commands.add_parser(
+        "search-patterns", help="find MInference's pattern of each head (search-patterns --help)", add_help=False
+    )
     report = commands.add_parser("report", help="tables and plots of finished cells, beside their dense twins")
     _directories(report)
     report.add_argument("--out", type=Path, default=None, metavar="DIR", help="where to write (default: first DIR)")
@@ -72,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     status = commands.add_parser("status", help="done, failed and partial cells of result directories")
     _directories(status)
+    methods = commands.add_parser("methods", help="method presets and what they ask of the kernel that runs them")
+    methods.add_argument(
+        "--table-a", action="store_true", help="Table A of the CoSA paper, from the kernels' own flags"
+    )
     return parser
 
 

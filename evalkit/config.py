@@ -403,16 +403,18 @@ class Cell:
     def label(self) -> str:
         """One line that tells this cell from its neighbours: model, method, knobs set or not at their default, task."""
         asked = {item.lstrip("+").partition("=")[0] for item in self.overrides}
-        knobs = _knobs(self.method, "method.", asked) + _knobs(self.execution, "execution.", asked)
+        knobs = shown_knobs(self.method, "method.", asked) + shown_knobs(self.execution, "execution.", asked)
+        if "method.calibration" not in asked:  # where a value came from; the value itself is shown
+            knobs = [item for item in knobs if not item.startswith("calibration=")]
         return " ".join([self.model.name, method_name(self.method), *knobs, self.task.label])
 
     def as_dict(self) -> dict[str, Any]:
         """Every setting as JSON-ready values, in sections model, method, task, execution, out, overrides."""
         sections: dict[str, Any] = {
-            "model": _plain(self.model),
-            "method": {"name": method_name(self.method), **_plain(self.method)},
-            "task": _plain(self.task),
-            "execution": _plain(self.execution),
+            "model": plain(self.model),
+            "method": {"name": method_name(self.method), **plain(self.method)},
+            "task": plain(self.task),
+            "execution": plain(self.execution),
         }
         return {**sections, "out": str(self.out), "overrides": list(self.overrides)}
 
@@ -420,13 +422,15 @@ class Cell:
         """Check each part, then what they demand of each other.
 
         Raises:
-            InputError: the first value that cannot be used.
+            InputError: the first value that cannot be used, a calibration that is missing among them.
         """
         self.model.validate()
         self.method.validate()
         self.task.validate()
         self.execution.validate()
         self.model.rope_factor(self.task.length)
+        if any(getattr(self.method, name, None) is not None for name in ("calibration", "budget_target")):
+            importlib.import_module("evalkit.calibration.resolve").calibrated(self)
         chunk = self.execution.chunk_size
         if chunk is None:
             return
@@ -439,31 +443,31 @@ class Cell:
         _require(bool(chunkable), "execution.chunk_size", chunk, f"method {name} plans from the last queries: use null")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses, tuples, enums and paths as JSON-ready values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
-def _knobs(obj: Any, prefix: str, asked: set[str]) -> list[str]:
+def shown_knobs(obj: Any, prefix: str, asked: set[str]) -> list[str]:
     """``field=value`` for each field that is named in ``asked`` or not at its default."""
     found: list[str] = []
     for item in dataclasses.fields(obj):
         value = getattr(obj, item.name)
         dotted = f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
-            found += _knobs(value, f"{dotted}.", asked)
+            found += shown_knobs(value, f"{dotted}.", asked)
             continue
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
         if item.name != "name" and (value != default or dotted in asked):
-            shown = f"{value:g}" if isinstance(value, float) else _plain(value)
+            shown = f"{value:g}" if isinstance(value, float) else plain(value)
             found.append(f"{dotted.partition('.')[2]}={shown}")
     return found
 

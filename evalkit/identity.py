@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -13,6 +14,8 @@ from typing import Any
 import prefill_kernels
 import torch
 
+from .assets import sha256_file
+from .calibration.resolve import calibration_digest
 from .config import Cell
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "lm-eval", "numpy")
@@ -73,6 +76,25 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def named_files(method: Any) -> dict[str, str]:
+    """Files that the settings of a method name, by field."""
+    found = {}
+    for dotted in getattr(method, "file_fields", ()):
+        value = functools.reduce(getattr, dotted.split("."), method)
+        if value is not None:
+            found[dotted] = str(value)
+    return found
+
+
+def _file_digests(cell: Cell) -> dict[str, str]:
+    """What the method's files hold, by field. A file's name is a label; of a calibration the cell reads one entry."""
+    files = named_files(cell.method)
+    return {
+        dotted: calibration_digest(cell) if dotted == "calibration" else sha256_file(Path(name).expanduser())
+        for dotted, name in files.items()
+    }
+
+
 def cell_identity(
     cell: Cell, *, device: torch.device, dtype: torch.dtype, backend: str, data: dict[str, str]
 ) -> dict[str, Any]:
@@ -84,6 +106,9 @@ def cell_identity(
         data: checksums of weights, tokenizer, prompt template and samples.
     """
     settings = cell.as_dict()
+    for dotted, digest in _file_digests(cell).items():
+        *path, last = dotted.split(".")
+        functools.reduce(lambda node, part: node[part], path, settings["method"])[last] = f"sha256:{digest}"
     model = {key: value for key, value in settings["model"].items() if key != "name"}
     execution = {key: value for key, value in settings["execution"].items() if key not in ("device", "backend", "seed")}
     # Paths of local texts are labels: the samples' checksums say what was read.

@@ -66,6 +66,7 @@ class EvalkitLM(LM):
         reference: dense states for fidelity, or None.
         max_length: longest prompt plus output the model supports, tokens.
         report: called after each sample with (done, record).
+        guard: called with each sample's name and token ids before it is run; raises where the method was fitted on it.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class EvalkitLM(LM):
         reference: DenseReference | None,
         max_length: int,
         report: Callable[[int, dict[str, Any]], None],
+        guard: Callable[[str, Sequence[int]], None] = lambda name, ids: None,
     ) -> None:
         super().__init__()
         self.session, self.store, self.renderer = session, store, renderer
         self.samples, self.windows, self.reference = samples, windows, reference
-        self.max_length, self.report = max_length, report
+        self.max_length, self.report, self.guard = max_length, report, guard
         self.eos = end_tokens(session)
         self._done = 0
 
@@ -157,6 +159,7 @@ class EvalkitLM(LM):
         sample = self.samples[doc["task"]][int(doc["index"])]
         ids = self.renderer.encode(sample.prompt)
         prompt = self._checked_prompt(sample, ids)
+        self.guard(f"{sample.task}[{sample.index}]", ids)
         hidden = self.session.prefill(torch.tensor(ids), keep_from=len(ids) - 1, reserve=sample.max_new_tokens)
         first_token = self._first_token(sample, hidden)
         output: list[int] = []
@@ -211,6 +214,7 @@ class EvalkitLM(LM):
         tokens = torch.tensor(ids)
         sha256 = ids_sha256(ids)
         self._fits(len(ids), doc["task"])
+        self.guard(f"window {doc['index']}", ids)
         states = self.session.prefill(tokens, keep_from=start - 1)
         reference = None
         if self.reference is not None:

@@ -23,10 +23,12 @@ from .attention import Session
 from .benchmarks import ruler
 from .benchmarks.docs import perplexity_docs, ruler_docs
 from .benchmarks.perplexity import Windows, build_windows
+from .calibration.disjoint import Guard
+from .calibration.resolve import calibrated, check_weights
 from .config import Cell, PerplexityConfig, RulerConfig
 from .corpora import Corpora
 from .errors import InputError, IntegrityError
-from .identity import cell_identity, provenance
+from .identity import cell_identity, named_files, provenance
 from .lm import EvalkitLM, ProgressLines
 from .models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
 from .prompts import PromptRenderer
@@ -66,6 +68,7 @@ def run_cell(cell: Cell, opened: Callable[[Path], None] = lambda path: None) -> 
         StoreError: the cell's directory is damaged or in use.
     """
     cell.validate()
+    cell = calibrated(cell)
     _seed(cell.execution.seed)
     if cell.execution.threads is not None:
         torch.set_num_threads(cell.execution.threads)
@@ -110,6 +113,7 @@ def _resolve(cell: Cell) -> Resolved:
     dtype = resolve_dtype(cell.model.dtype, device)
     backend = _backend(cell.execution.backend, device, dtype)
     source = locate(cell.model)
+    check_weights(cell, source.checksum)
     tokenizer = load_tokenizer(source, cell.model)
     renderer = PromptRenderer(tokenizer, chat=cell.model.chat, thinking=cell.model.thinking)
     prepared = prepare(cell, tokenizer, renderer)
@@ -199,6 +203,7 @@ def _evaluate(cell: Cell, store: CellStore, resolved: Resolved) -> dict[str, Any
             reference=DenseReference(loaded.model, twin_key(resolved.identity)) if fidelity else None,
             max_length=cell.model.max_length,
             report=ProgressLines(cell.label, prepared.count),
+            guard=Guard(named_files(cell.method).values()),
         )
         results = lm_eval.simple_evaluate(
             model=lm,

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from ..calibration.pattern_settings import PatternSearchConfig
+from ..calibration.settings import CalibrateConfig
 from ..config import TASK_CONFIGS, ExecutionConfig, ModelConfig, methods_registry, unwrap_optional
 
 PROVIDER = "evalkit"
@@ -100,6 +102,8 @@ def register() -> None:
     """Store every schema in Hydra's ConfigStore; may be called again."""
     store = ConfigStore.instance()
     store.store(group="schema", name="execution", node=schema_for(ExecutionConfig), provider=PROVIDER)
+    store.store(group="schema", name="calibrate", node=schema_for(CalibrateConfig), provider=PROVIDER)
+    store.store(group="schema", name="search", node=schema_for(PatternSearchConfig), provider=PROVIDER)
     store.store(group="schema/model", name="model", node=schema_for(ModelConfig), provider=PROVIDER)
     for name, config in TASK_CONFIGS.items():
         store.store(group="schema/task", name=name, node=schema_for(config, name=name), provider=PROVIDER)

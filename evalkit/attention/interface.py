@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from prefill_kernels import BlockPlan, DensePlan, PagedKV, block_attention, dense_attention
+from prefill_kernels import DensePlan, PagedKV, SparsePlan, dense_attention, sparse_attention
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -97,8 +97,8 @@ def evalkit_attention(
     context = PlanContext(layer, state.q_offset, state.prompt_len, scale, state.backend)
     plan = state.method.plan(query, key, context)
     estimator = state.method.estimator_cells(state.q_offset, q_len)
-    if isinstance(plan, BlockPlan):
-        out, stats = block_attention(query, key, plan, scale=scale, backend=state.backend)
+    if isinstance(plan, SparsePlan):
+        out, stats = sparse_attention(query, key, plan, scale=scale, backend=state.backend)
         state.calls.sparse[layer] += 1
         state.calls.backends[stats.backend] += 1
         state.meter.add_sparse(layer, state.q_offset, q_len, stats, estimator)

@@ -71,6 +71,7 @@ class Session:
     ) -> None:
         check_supported(model.config)
         method.validate()
+        method.check_model(model.config.num_hidden_layers, model.config.num_attention_heads)
         if chunk_size is not None:
             if not method.chunkable:
                 raise InputError("execution.chunk_size", chunk_size, f"null: {method.name} plans from the last queries")

@@ -56,7 +56,7 @@ def build_windows(
         prefix = [tokenizer.bos_token_id]
     body = config.length - len(prefix)
     windows: list[list[int]] = []
-    for text in _documents(config, corpora):
+    for text in documents(config, corpora):
         if len(windows) == config.limit:
             break
         # Tokenise no more of a long document than the windows still missing can need.
@@ -83,7 +83,7 @@ def _leading_tokens(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) 
     return list(ids[:wanted])
 
 
-def _documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
+def documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
     """Texts of the corpus: the essays, a local .txt, .json or .jsonl file, or a hub data set."""
     if config.corpus == "essays":
         yield corpora.essays_text

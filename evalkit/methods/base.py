@@ -4,12 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from prefill_kernels import BlockPlan, DensePlan, PagedKV
+from prefill_kernels import Capabilities, DensePlan, PagedKV, SparsePlan
 from torch import Tensor
 
-Plan = BlockPlan | DensePlan
+Plan = SparsePlan | DensePlan
+
+
+@dataclass(frozen=True)
+class Knob:
+    """The setting through which a method's budget is steered, monotonely: what ``evalkit calibrate`` turns.
+
+    Attributes:
+        field: dotted name inside the method, ``select.p`` for ``method.select.p``.
+        low, high: range that is searched; the budget is smallest at one end and largest at the other.
+        rises: the budget grows with the value.
+        scale: how the range is divided: ``linear``, ``log``, or ``tail`` (by the logarithm of 1 - value, for a share
+            whose budget rises steeply just below 1).
+        high_per_token: ``high`` is a multiple of the prompt length in tokens.
+        integer: only whole values.
+        table_field: dotted name of the setting that names a table file with one value for each layer and query head
+            (see :mod:`evalkit.methods.tables`); None where the method has no such table.
+    """
+
+    field: str
+    low: float
+    high: float
+    rises: bool = True
+    scale: Literal["linear", "log", "tail"] = "linear"
+    high_per_token: bool = False
+    integer: bool = False
+    table_field: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,8 +64,16 @@ class Method(ABC):
     name: ClassVar[str]
     #: Planned block by block with absolute positions, so that a prompt may be cut into chunks.
     chunkable: ClassVar[bool]
+    #: What calibration turns; None for a method whose budget no single knob steers.
+    knob: ClassVar[Knob | None] = None
+    #: Fields (dotted) that name a file: a cell's identity holds the file's content, not its name.
+    file_fields: ClassVar[tuple[str, ...]] = ("calibration",)
     #: Tokens in a query tile; chunk boundaries are multiples of it.
     block_size: int = 128
+    #: File of ``evalkit calibrate`` that the knob's value is taken from.
+    calibration: str | None = None
+    #: Budget B that the knob's calibrated value reaches; above 0, below 1.
+    budget_target: float | None = None
 
     @abstractmethod
     def validate(self) -> None:
@@ -55,6 +89,27 @@ class Method(ABC):
             context: position in the prompt.
         """
 
+    @property
+    def features(self) -> Capabilities:
+        """What this method, as it is set, asks of the kernel that executes its plans.
+
+        By default: a method selects blocks, skips inside the kernel where it has a ``skip_scale`` above 0, and visits
+        the blocks out of order where it has an ``order`` that is neither ascending nor descending.
+        """
+        return Capabilities(
+            physical_skip=True,
+            in_kernel_skip=getattr(self, "skip_scale", -1.0) > 0,
+            page_remap=getattr(self, "order", "ascending") not in ("ascending", "descending"),
+        )
+
+    def check_model(self, layers: int, heads: int) -> None:  # noqa: B027 - most methods fit any model
+        """Raise :class:`evalkit.errors.InputError` where a setting is for a model of another shape.
+
+        Args:
+            layers: decoder layers of the model.
+            heads: query heads of each layer.
+        """
+
     def estimator_cells(self, q_offset: int, q_len: int) -> int:
         """QK products the selection itself costs, per layer and query head, in cells."""
         return 0
@@ -62,3 +117,13 @@ class Method(ABC):
     def warnings(self, prompt_len: int) -> list[str]:
         """Settings that act differently at this prompt length than they read; stored with each sample."""
         return []
+
+
+def skip_warnings(skip_scale: float, prompt_len: int) -> list[str]:
+    """Report a skip threshold delta/N that is clamped, or so high that it says little about a method."""
+    ratio = skip_scale / prompt_len
+    if ratio > 1:
+        return [f"delta/N = {ratio:.2f} clamped to 1 (skip_scale={skip_scale:g}, N={prompt_len})"]
+    if ratio > 0.5:
+        return [f"delta/N = {ratio:.2f} above 0.5 (skip_scale={skip_scale:g}, N={prompt_len})"]
+    return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from prefill_kernels import DensePlan, PagedKV
+from prefill_kernels import Capabilities, DensePlan, PagedKV
 from torch import Tensor
 
 from ..errors import InputError
@@ -23,6 +23,11 @@ class Dense(Method):
         """There is nothing to set; two spellings of one dense run would make two twins."""
         if self.block_size != 128:
             raise InputError("method.block_size", self.block_size, "128: dense has no blocks to choose")
+
+    @property
+    def features(self) -> Capabilities:
+        """Nothing is left out."""
+        return Capabilities()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> DensePlan:
         """Attend to everything."""

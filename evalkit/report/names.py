@@ -86,7 +86,7 @@ def _order(cell: CellResult) -> str:
 
 def _knobs(cell: CellResult) -> Iterator[tuple[str, Any]]:
     for name, value in flat(cell.config.get("method", {})):
-        if name != "name":
+        if name not in ("name", "calibration"):  # the calibrated value is shown, not its file
             yield name, value
     for name, value in flat(cell.identity["execution"]):
         if name != "threads":

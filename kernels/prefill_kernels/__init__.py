@@ -6,39 +6,78 @@ give tile counts as int32 without waiting for the device.
 
 =====================  =====================================================================
 :func:`kap_scores`      CoSA's Kernel-Aware Proxy: block scores and HRM flags (equations 8-12)
+:func:`xattn_scores`    XAttention's antidiagonal block masses
+:func:`block_mass`      exact softmax mass of each block, for the oracle and for recall
+:func:`flash_scores`    FlashPrefill's masses of mean keys; :func:`flash_select` its threshold
+:func:`flex_select`     FlexPrefill's query-aware and vertical-slash heads
+:func:`sparge_select`   SpargeAttn's compressed blocks and self-similarity
 :func:`order_blocks`    flag-grouped sort (equation 13)
 :func:`select_blocks`   Stage-1 selection and visiting order (equation 14) as a :class:`BlockPlan`
+:func:`plan_from_mask`  ascending lists of the blocks that a mask keeps
 :func:`block_attention` CoSA's Ordered-Skipping Kernel (Algorithm A, lines 6-22) over a paged KV cache
+:func:`vertical_slash_attention` attention over whole columns and diagonals (MInference), exact to the token
+:func:`sparse_attention` the kernel for a plan of any kind
 :func:`dense_attention` causal attention with a query offset through torch's SDPA
 =====================  =====================================================================
 """
 
 from .backends import BACKENDS, BackendUnavailable, resolve_backend
+from .capabilities import Capabilities, kernels
 from .dense import dense_attention
+from .execute import HeadwisePlan, SparsePlan, sparse_attention
+from .flash_prefill import flash_scores, flash_select
+from .flex import flex_select
 from .kap import KapScores, kap_scores, sampled_pairs, sampled_positions
+from .masks import plan_from_mask
+from .mass import block_mass
 from .osk import block_attention
 from .paged import PagedKV
+from .patterns import causal_plan, random_scores, sink_window_plan
 from .plans import BlockPlan, DensePlan, TileStats, causal_blocks, causal_cells
 from .select import budget_counts, order_blocks, select_blocks, top_p_counts
+from .sparge import sparge_select
+from .vertical_slash import VerticalSlashPlan, vertical_slash_attention
+from .vertical_slash_select import block_sparse_lists, vertical_slash_scores
+from .xattn import xattn_pairs, xattn_scores
 
 __all__ = [
     "BACKENDS",
     "BackendUnavailable",
     "BlockPlan",
+    "Capabilities",
     "DensePlan",
+    "HeadwisePlan",
     "KapScores",
     "PagedKV",
+    "SparsePlan",
     "TileStats",
+    "VerticalSlashPlan",
     "block_attention",
+    "block_mass",
+    "block_sparse_lists",
     "budget_counts",
     "causal_blocks",
     "causal_cells",
+    "causal_plan",
     "dense_attention",
+    "flash_scores",
+    "flash_select",
+    "flex_select",
     "kap_scores",
+    "kernels",
     "order_blocks",
+    "plan_from_mask",
+    "random_scores",
     "resolve_backend",
     "sampled_pairs",
     "sampled_positions",
     "select_blocks",
+    "sink_window_plan",
+    "sparge_select",
+    "sparse_attention",
     "top_p_counts",
+    "vertical_slash_attention",
+    "vertical_slash_scores",
+    "xattn_pairs",
+    "xattn_scores",
 ]

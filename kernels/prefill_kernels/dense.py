@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from .capabilities import provides
 
+
+@provides()
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_offset: int = 0) -> Tensor:
     """Attend each query to every key at or before its absolute position.
 

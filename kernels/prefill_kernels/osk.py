@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, hopper_problem, triton_problem
+from .capabilities import provides
 from .paged import PagedKV
 from .plans import BlockPlan, TileStats
 
 
+@provides(physical_skip=True, in_kernel_skip=True, page_remap=True)
 def block_attention(
     q: Tensor, kv: PagedKV, plan: BlockPlan, *, scale: float, backend: str = "auto"
 ) -> tuple[Tensor, TileStats]:

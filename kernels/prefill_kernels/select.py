@@ -41,7 +41,7 @@ def order_blocks(
     return torch.where(block < causal.sum(-1)[:, None], order, -1)
 
 
-def top_p_counts(score: Tensor, order: Tensor, p: float, *, minimum: int = 1) -> Tensor:
+def top_p_counts(score: Tensor, order: Tensor, p: float | Tensor, *, minimum: int = 1) -> Tensor:
     """Length of the shortest prefix of ``order`` whose mass reaches ``p`` of the causal total.
 
     Mass is the proxy score of equation 11, summed in float64. At ``p >= 1`` every causal block is kept: a literal
@@ -50,19 +50,21 @@ def top_p_counts(score: Tensor, order: Tensor, p: float, *, minimum: int = 1) ->
     Args:
         score: [B, Hq, NQ, NK].
         order: [B, Hq, NQ, NK] as :func:`order_blocks` returns it.
-        p: the Top-p threshold, above 0.
+        p: the Top-p threshold, above 0; or one for each head, [Hq].
         minimum: least number of blocks, where there are as many.
 
     Returns:
         int64 [B, Hq, NQ].
     """
     causal = (order >= 0).sum(-1)
-    if p >= 1:
+    if not isinstance(p, Tensor) and p >= 1:
         return causal
+    share = p.double()[:, None, None] if isinstance(p, Tensor) else p
     mass = score.gather(-1, order.clamp(min=0)).double() * (order >= 0)
     cumulative = mass.cumsum(-1)
-    short = (cumulative < p * cumulative[..., -1:]) & (order >= 0)
-    return torch.minimum((short.sum(-1) + 1).clamp(min=minimum), causal)
+    short = (cumulative < share * cumulative[..., -1:]) & (order >= 0)
+    counts = torch.minimum((short.sum(-1) + 1).clamp(min=minimum), causal)
+    return torch.where(p[:, None] >= 1, causal, counts) if isinstance(p, Tensor) else counts
 
 
 def budget_counts(order: Tensor, budget: float, *, first_tile: int = 0, minimum: int = 1) -> Tensor:
@@ -83,7 +85,7 @@ def select_blocks(
     q_offset: int,
     q_len: int,
     prompt_len: int,
-    p: float | None = None,
+    p: float | Tensor | None = None,
     budget: float | None = None,
     order: str = "hrm_first",
     skip_scale: float = -1.0,
@@ -98,7 +100,7 @@ def select_blocks(
     Args:
         scores: [B, Hq, NQ, NK] proxy scores and flags.
         block_size, q_offset, q_len, prompt_len: geometry, see :class:`BlockPlan`.
-        p: Top-p threshold; exactly one of ``p`` and ``budget`` is given.
+        p: Top-p threshold, or one for each query head, float64 [Hq]; exactly one of ``p`` and ``budget`` is given.
         budget: share of the causal blocks of each tile.
         order: ``hrm_first``, ``ascending`` or ``descending``.
         skip_scale: carried into the plan.
@@ -151,7 +153,12 @@ def _choose(backend: str, score: Tensor) -> str:
 
 
 def _select_triton(
-    scores: KapScores, first_tile: int, p: float | None, budget: float | None, order: str, force_sink_diagonal: bool
+    scores: KapScores,
+    first_tile: int,
+    p: float | Tensor | None,
+    budget: float | None,
+    order: str,
+    force_sink_diagonal: bool,
 ) -> tuple[Tensor, Tensor]:
     from .triton_select import select_triton
 

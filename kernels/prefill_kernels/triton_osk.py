@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .backends import half_problem
+from .capabilities import provides
 from .paged import PagedKV
 from .plans import BlockPlan, TileStats
 
@@ -231,6 +232,7 @@ def osk_triton(q: Tensor, kv: PagedKV, plan: BlockPlan, scale: float) -> tuple[T
     return out, TileStats(*stats)
 
 
+@provides(logical_skip=True)
 def logical_skip_attention(q: Tensor, kv: PagedKV, mask: Tensor, plan: BlockPlan, *, scale: float) -> Tensor:
     """Attention over the blocks of a mask by walking every causal block, as mask-testing kernels do.
 

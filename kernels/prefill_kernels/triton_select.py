@@ -22,12 +22,13 @@ MAX_BLOCKS = 8192
 @triton.jit
 def select_kernel(
     score, hrm, limit, order, counts,
-    first_tile, tiles, blocks, start, span, minimum,
+    first_tile, tiles, blocks, start, span, minimum, limits,
     N: tl.constexpr, RULE: tl.constexpr, FORCE: tl.constexpr, VISIT: tl.constexpr,
 ):  # fmt: skip
     """Order the tiles ``start .. start + span - 1`` of every head, whose causal blocks number at most N.
 
-    RULE is 0 for all causal blocks, 1 for Top-p and 2 for a share of them; ``limit`` points at the float64 p or share.
+    RULE is 0 for all causal blocks, 1 for Top-p and 2 for a share of them; ``limit`` points at the float64 p or share:
+    one for all heads (``limits`` = 1), or one for each.
     VISIT is 0 for HRM-first, 1 for ascending and 2 for descending ids. Padding is -1.
     """
     head, t = tl.program_id(0) // span, start + tl.program_id(0) % span
@@ -48,8 +49,10 @@ def select_kernel(
     if RULE == 1:
         sorted_mass = ((key >> 13) & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
         cumulative = tl.cumsum(tl.where(valid, sorted_mass, 0.0), 0)
-        short = valid & (cumulative < tl.load(limit) * tl.max(cumulative, 0))
-        count = tl.minimum(tl.maximum(tl.sum(short.to(tl.int32), 0) + 1, minimum), count)
+        share = tl.load(limit + head % limits)
+        short = valid & (cumulative < share * tl.max(cumulative, 0))
+        reached = tl.minimum(tl.maximum(tl.sum(short.to(tl.int32), 0) + 1, minimum), count)
+        count = tl.where(share >= 1.0, count, reached)
     if RULE == 2:
         wanted = tl.floor(tl.load(limit) * count.to(tl.float64) + 0.5).to(tl.int32)
         count = tl.minimum(tl.maximum(wanted, minimum), count)
@@ -81,7 +84,7 @@ def select_triton(
     hrm: Tensor,
     *,
     first_tile: int,
-    p: float | None,
+    p: float | Tensor | None,
     budget: float | None,
     order: str,
     force_sink_diagonal: bool,
@@ -91,7 +94,8 @@ def select_triton(
     Args:
         score, hrm: [B, Hq, NQ, NK].
         first_tile: absolute number of the first tile.
-        p, budget: Top-p threshold or share of the causal blocks; at ``p >= 1`` every causal block is kept.
+        p, budget: Top-p threshold (or one for each head, [Hq]) or share of the causal blocks; at ``p >= 1`` every
+            causal block is kept.
         order: ``hrm_first``, ``ascending`` or ``descending``.
         force_sink_diagonal: put block 0 and the diagonal first.
     """
@@ -99,8 +103,11 @@ def select_triton(
     device = score.device
     lists = torch.empty(batch, heads, tiles, blocks, dtype=torch.int32, device=device)
     counts = torch.empty(batch, heads, tiles, dtype=torch.int32, device=device)
-    rule = 2 if p is None else 1 if p < 1 else 0
-    limit = _constant(p if p is not None else budget, device)
+    if isinstance(p, Tensor):
+        rule, limit = 1, p.double().contiguous()
+    else:
+        rule = 2 if p is None else 1 if p < 1 else 0
+        limit = _constant(p if p is not None else budget, device)
     start = 0
     while start < tiles:
         # Tiles of like length share a launch: a sort costs by the power of two above the causal blocks.
@@ -118,6 +125,7 @@ def select_triton(
             start,
             span,
             2 if force_sink_diagonal else 1,
+            limit.numel(),
             N=size,
             RULE=rule,
             FORCE=force_sink_diagonal,

@@ -95,21 +95,24 @@ def test_show_config_runs_nothing(application, capsys):
 
 # -------------------------------------------------------------------------------------------------- what is refused
 REFUSED = {
-    "unknown method": (["method=cossa", "task=perplexity"], "method=cossa: did you mean cosa?"),
+    "unknown method": (["method=cossa", "task=perplexity"], "method=cossa: did you mean cosa"),
     "unknown task": (["method=cosa", "task=perplexty"], "task=perplexty: did you mean perplexity?"),
     "unknown model": ([*PPL, "model=qwen3"], "model=qwen3: did you mean qwen3-8b"),
     "unknown preset": (["sweep=demmo"], "sweep=demmo: did you mean demo?"),
     "two presets": (["sweep=demo,ruler-cosa"], "sweep='demo,ruler-cosa': one preset at a time"),
     "unknown group": (["metod=cosa", "task=perplexity"], "metod='cosa': did you mean method"),
     "unknown key": ([*PPL, "method.strid=4"], "method.strid: no such setting; did you mean stride?"),
-    "unknown nested key": ([*PPL, "method.select.q=4"], "method.select.q: no such setting; known: budget, p, rule"),
+    "unknown nested key": (
+        [*PPL, "method.select.q=4"],
+        "method.select.q: no such setting; known: budget, p, p_table, rule",
+    ),
     "unknown RULER task": (
         ["method=cosa", "task=ruler", "task.tasks=[niah_single_4]"],
         "task.tasks='niah_single_4': did you mean niah_single_3",
     ),
     "unknown corpus": ([*PPL, "task.corpus=esays"], "task.corpus='esays': did you mean essays?"),
     "missing corpus file": ([*PPL, "task.corpus=/none/book.txt"], "task.corpus='/none/book.txt': no such file"),
-    "missing method": (["task=perplexity"], "method: must be given, method=<name>; known: cosa"),
+    "missing method": (["task=perplexity"], "method: must be given, method=<name>; known: blasst, cosa"),
     "missing task": (["method=cosa"], "task: must be given, task=<name>; known: perplexity"),
     "missing path": ([*PPL, "model=local"], "model.native_context='???': must be given"),
     "missing model directory": (

@@ -21,6 +21,7 @@ from transformers import (
 
 from evalkit.attention import ATTENTION_NAME, Session
 from evalkit.errors import InputError, IntegrityError
+from evalkit.methods import METHODS
 from evalkit.methods.base import Method
 from evalkit.methods.cosa import CoSA, Select
 from evalkit.methods.dense import Dense
@@ -77,8 +78,28 @@ def eager(model, ids):
 SPARSE = CoSA(block_size=64, stride=4, select=Select(p=0.5), skip_scale=100.0)
 
 
+def make(name, **knobs):
+    return METHODS.get(name)(**knobs)
+
+
+FULL = [  # one row a method: its 100 % setting
+    Dense(),
+    CoSA(block_size=64, select=Select(p=1.0)),
+    CoSA(block_size=64, select=Select(p=1.0), proxy="xattention", order="descending"),
+    make("blasst", block_size=64, skip_scale=-1.0, order="descending"),
+    make("minference", adaptive_budget=1.0),
+    make("oracle_topk", block_size=64, budget=1.0),
+    make("random", block_size=64, budget=1.0),
+    make("streaming", block_size=64, window_blocks=5),
+    make("xattention", block_size=64, threshold=1.0),
+    make("flexprefill", block_size=64, gamma=1.0, min_budget=64),
+    make("flashprefill", block_size=64, alpha=0.0),
+    make("spargeattn", block_size=64, tau=1.0, pv_threshold=None),
+]
+
+
 @pytest.mark.parametrize("kind,heads,kv_heads", [("llama", 6, 2), ("llama", 3, 3), ("qwen2", 8, 1), ("qwen3", 8, 2)])
-@pytest.mark.parametrize("method", [Dense(), CoSA(block_size=64, select=Select(p=1.0))], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", FULL, ids=lambda m: m.name)
 def test_at_100_percent_the_logits_are_the_models_own(kind, heads, kv_heads, method):
     model = build(kind, heads, kv_heads)
     ids = prompt(301)

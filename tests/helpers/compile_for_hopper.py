@@ -8,20 +8,43 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from prefill_kernels import triton_kap, triton_osk, triton_select
+from prefill_kernels import (
+    triton_flash_prefill,
+    triton_kap,
+    triton_masks,
+    triton_mass,
+    triton_osk,
+    triton_select,
+    triton_vertical_slash,
+    triton_vertical_slash_select,
+    triton_xattn,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "out", "samples"), "*bf16"),
+    **dict.fromkeys(("q", "k", "v", "out", "samples", "keys", "means"), "*bf16"),
     **dict.fromkeys(("table", "order", "counts", "stats"), "*i32"),
-    **dict.fromkeys(("scratch", "score"), "*fp32"),
+    **dict.fromkeys(("scratch", "score", "mass"), "*fp32"),
     **dict.fromkeys(("hrm", "mask"), "*i8"),
+    **dict.fromkeys(("windows", "window_count", "columns", "gathered", "gathered_count", "below"), "*i32"),
+    **dict.fromkeys(("offsets", "starts", "befores"), "*i32"),
+    **dict.fromkeys(("maxima", "sums", "shifts", "column", "diagonal"), "*fp32"),
+    **dict.fromkeys(("covered", "member", "column_member"), "*i8"),
+    **dict.fromkeys(("words", "head_list"), "*i64"),
     "limit": "*fp64",
 }
 ALIGNED = ("q_batch", "q_head", "q_row", "kv_page", "kv_slot", "kv_head", "out_batch", "out_head", "out_row")
-WITHOUT_PRODUCT = (triton_select.select_kernel, triton_kap.sample_kernel)
+WITHOUT_PRODUCT = (
+    triton_select.select_kernel,
+    triton_kap.sample_kernel,
+    triton_masks.compact_kernel,
+    triton_vertical_slash.windows_kernel,
+    triton_vertical_slash.bits_kernel,
+    triton_vertical_slash.gather_kernel,
+    triton_vertical_slash_select.merge_kernel,
+)
 FLOATS = ("scale", "threshold")
 
 
@@ -50,6 +73,9 @@ def main() -> None:
         for skip in (False, True) if dim == 128 else (True,):
             build(triton_osk.osk_kernel, f"osk d={dim} skip={skip}", options["num_warps"], SKIP=skip, **shape)
         build(triton_osk.logical_kernel, f"logical d={dim}", options["num_warps"], **shape)
+        mass_options = triton_mass.launch_options(128)
+        mass_shape = {"GROUP": 4, "D": dim, "PAGE": 64, "BLOCK": 128, "STAGES": mass_options["STAGES"]}
+        build(triton_mass.mass_kernel, f"mass d={dim}", mass_options["num_warps"], **mass_shape)
     for stride in (8, 16):
         per = 128 // stride
         tiles = max(1, 128 // (4 * per))
@@ -58,8 +84,32 @@ def main() -> None:
             GROUP=4, HEADS=4, TILES=tiles, D=128, BLOCK=128, STRIDE=stride, BN=128, CHUNK=64, STAGES=3, SCAN=2,
         )  # fmt: skip
         build(triton_kap.sample_kernel, f"sample stride={stride}", 4, D=128, PAGE=64, STRIDE=stride, ROWS=64)
+    for stride in (4, 8, 16):
+        per = 128 // stride
+        tiles = max(1, 128 // (4 * per))
+        build(
+            triton_xattn.xattn_kernel, f"xattn stride={stride}", triton_xattn.num_warps(4 * per * tiles),
+            GROUP=4, HEADS=4, TILES=tiles, D=128, BLOCK=128, STRIDE=stride, BN=128, CHUNK=64, STAGES=3,
+        )  # fmt: skip
+    flash_warps = triton_flash_prefill.num_warps(128)
+    build(triton_flash_prefill.mean_key_kernel, "mean_key d=128", flash_warps, D=128, BLOCK=128, BN=64)
+    build(triton_masks.compact_kernel, "compact n=1024", triton_masks.num_warps(1024), N=1024)
     for rule in (0, 1, 2):
         build(triton_select.select_kernel, f"select rule={rule}", 1, N=256, RULE=rule, FORCE=rule == 0, VISIT=rule)
+    for dim in (64, 128):
+        for block in (64, 128):
+            options = triton_vertical_slash.launch_options(dim, block)
+            build(
+                triton_vertical_slash.vertical_slash_kernel, f"vertical_slash d={dim} M={block}", options["num_warps"],
+                GROUP=4, D=dim, PAGE=64, BLOCK=block, STEP=64, STAGES=options["STAGES"], WHOLE=dim == 64,
+            )  # fmt: skip
+        shape = {"GROUP": 4, "D": dim, "PAGE": 64, "ROWS": 64}
+        build(triton_vertical_slash_select.maxima_kernel, f"maxima d={dim}", 4, KEYS=64, **shape)
+        build(triton_vertical_slash_select.sums_kernel, f"sums d={dim}", 4, **shape)
+    build(triton_vertical_slash_select.merge_kernel, "merge", 4, SPLITS=64, ROWS=64)
+    build(triton_vertical_slash.windows_kernel, "windows", 4, BLOCK=64, STEP=64, CHUNK=512)
+    build(triton_vertical_slash.bits_kernel, "bits", 4, CHUNK=32)
+    build(triton_vertical_slash.gather_kernel, "gather", 4, BLOCK=128, CHUNK=1024, STEP=64, WHOLE=True)
 
 
 if __name__ == "__main__":
