@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .app.main import run
 
             return run(arguments[1:])
+        if arguments[:1] == ["bench"]:
+            from .app.bench import run as run_bench
+
+            return run_bench(arguments[1:])
         return _other(arguments)
     except EvalkitError as exc:
         print(f"evalkit: {' '.join(str(exc).split())}", file=sys.stderr)
@@ -42,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _other(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    if options.command == "run":  # only reached as "evalkit --flag run": Hydra's arguments are not ours to parse
-        raise InputError("command", "run", "must come first: evalkit run ...")
+    if options.command in ("run", "bench"):  # only reached as "evalkit --flag run": those arguments are Hydra's
+        raise InputError("command", options.command, f"must come first: evalkit {options.command} ...")
     if options.command == "report":
+        if options.bench is not None:
+            return _report_bench(options)
+        if not options.directories:
+            _parser().error("the following arguments are required: DIR, or --bench [FILE]")
         from .report import write_report
 
         write_report(options.directories, options.out, formats=tuple(options.format))
@@ -54,13 +62,31 @@ def _other(arguments: list[str]) -> int:
     return print_status(options.directories)
 
 
+def _report_bench(options: argparse.Namespace) -> int:
+    if options.directories:
+        raise InputError("bench", options.bench, "a benchmark file or results directories, one of the two")
+    from .report.bench import write_benchmarks
+
+    write_benchmarks(options.bench or None, options.out, formats=tuple(options.format))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="evalkit", description="Accuracy of sparse prefill against the budget it really spends.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help="run cells: model x method x task; -m sweeps (evalkit run --help)", add_help=False)
+    commands.add_parser("bench", help="benchmarks on a CUDA device (evalkit bench --help)", add_help=False)
     report = commands.add_parser("report", help="tables and plots of finished cells, beside their dense twins")
-    _directories(report)
+    _directories(report, "*")
+    report.add_argument(
+        "--bench",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="FILE",
+        help="tables and figures of a benchmark file instead (default: results/h200/benchmarks.csv)",
+    )
     report.add_argument("--out", type=Path, default=None, metavar="DIR", help="where to write (default: first DIR)")
     report.add_argument(
         "--format",
@@ -68,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAME[,NAME]",
-        help="only these: markdown, csv, latex, png, svg, html (default: all)",
+        help="only these: markdown, csv, latex, png, svg, html (default: all); for --bench markdown, png, svg",
     )
     status = commands.add_parser("status", help="done, failed and partial cells of result directories")
     _directories(status)
@@ -82,8 +108,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _directories(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="results directory of evalkit run")
+def _directories(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
+    parser.add_argument("directories", nargs=nargs, type=Path, metavar="DIR", help="results directory of evalkit run")
 
 
 def _names(text: str) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from .config import Cell
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "lm-eval", "numpy")
-NOT_NUMERIC = ("report", "app", "cli.py", "status.py")
+NOT_NUMERIC = ("report", "app", "bench", "capture.py", "cli.py", "status.py", "timing.py")
 """Parts of the harness that cannot change a measured number."""
 
 
