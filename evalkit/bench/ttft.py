@@ -251,7 +251,8 @@ class Forward:
 
     def _cosa(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, TileStats]:
         length = q.shape[2]
-        k_pages, v_pages = (x.transpose(1, 2).reshape(-1, BLOCK, x.shape[1], x.shape[3]) for x in (k, v))
+        # The model's cache holds [Hkv, L, d]: without the copy the pages are strided views, which kernels refuse.
+        k_pages, v_pages = (x.transpose(1, 2).contiguous().view(-1, BLOCK, x.shape[1], x.shape[3]) for x in (k, v))
         table = torch.arange(length // BLOCK, dtype=torch.int32, device=q.device)[None]
         kv = PagedKV(k_pages, v_pages, table, length, in_order=True)
         scores = kap_scores(q, kv, stride=self.stride, scale=scaling, backend=self.backend)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from prefill_kernels import BlockPlan
+from prefill_kernels import BlockPlan, block_attention
 from prefill_kernels.bench import AttentionBench, Rows, attention
 from prefill_kernels.bench.config import WrongResult
 from prefill_kernels.bench.inputs import captured
@@ -58,6 +58,19 @@ def test_ttft_rows(tmp_path, capsys):
         assert found[variant, 512, "ttft"]["setting"] == "Stage-1 20 %, vote off, stride 8"
     assert found["harness_dense", 512, "ttft"]["setting"] == "dense"
     assert len(list((tmp_path / "profiles").iterdir())) == 10
+
+
+def test_ttft_hands_the_kernel_pages_it_takes(tmp_path, monkeypatch):
+    seen = []
+
+    def attend(q, kv, plan, **settings):
+        seen.append(kv.k_pages.is_contiguous() and kv.v_pages.is_contiguous())
+        return block_attention(q, kv, plan, **settings)
+
+    monkeypatch.setattr(ttft, "block_attention", attend)
+    settings = TtftBench(**{**vars(TINY), "variants": ("fa2", "cosa")})
+    ttft.run(settings, Rows(tmp_path / "rows.csv", "a command", "abc", device="cpu"), CPU)
+    assert seen and all(seen)
 
 
 def test_ttft_stops_when_cosa_is_not_dense_at_100_percent(monkeypatch):
