@@ -1,12 +1,16 @@
-# make demo      the embedded model: a sweep of CoSA against dense, a table and a plot in $(OUT)
-# make test      the CPU tests
-# make test-gpu  the GPU tests
-# make lint      ruff and mypy
-# make bench     the benchmarks that need no GPU: building RULER samples
-# make clean     remove the environment and build products; results and the download cache stay
+# make demo        the embedded model: a sweep of CoSA against dense, a table and a plot in $(OUT)
+# make test        the CPU tests
+# make test-gpu    the GPU tests
+# make lint        ruff and mypy
+# make bench       kernels, whole call and time to first token on a CUDA device: about 10 minutes on an H200;
+#                  bench-kernel, bench-attention and bench-ttft are its parts, BENCH_ARGS goes to each of them
+# make bench-ruler building RULER samples; needs no GPU
+# make clean       remove the environment and build products; results and the download cache stay
 #
 # Each target makes the environment it needs. TORCH names the build to install first, for instance
 #   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# The GPU targets use $(PYTHON) as it is, with no network, where it has torch with CUDA and triton; transformers (for
+# time to first token and whole-model tests) and pytest (for the tests) are then its own too.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,12 +19,30 @@ OUT ?= results/smollm2
 RUNS ?= results/runs/demo
 WORKERS ?= 2
 
+BENCH_ARGS ?=
+
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-gpu lint bench clean
+# A Python that has what the kernels need runs the GPU targets from the source tree; else the environment does.
+ifneq ($(filter test-gpu bench bench-kernel bench-attention bench-ttft,$(MAKECMDGOALS)),)
+HAS_CUDA := $(shell $(PYTHON) -c 'import torch, triton; print(int(torch.cuda.is_available()))' 2>/dev/null)
+endif
+ifeq ($(HAS_CUDA),1)
+GPU_PYTHON := PYTHONPATH=kernels:. $(PYTHON)
+GPU_NEEDS :=
+else
+GPU_PYTHON := $(BIN)/python
+GPU_NEEDS := $(VENV)/.installed
+endif
+# Test files by what they import.
+GPU_TESTS := from glob import glob; from importlib.util import find_spec; \
+	dirs = ["kernels", "bench"] + ["attention"] * bool(find_spec("transformers")); \
+	print(*sorted(f for d in dirs for f in glob(f"tests/{d}/test_gpu*.py")))
+
+.PHONY: demo test test-gpu lint bench bench-kernel bench-attention bench-ttft bench-ruler clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -30,15 +52,25 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS)
 
-test-gpu: $(VENV)/.installed
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(GPU_NEEDS)
+	$(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $$($(GPU_PYTHON) -c '$(GPU_TESTS)')
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed
+bench: bench-kernel bench-attention bench-ttft
+
+bench-kernel bench-attention: bench-%: $(GPU_NEEDS)
+	$(GPU_PYTHON) -m prefill_kernels.bench $* $(BENCH_ARGS)
+
+bench-ttft: $(GPU_NEEDS)
+	@if $(GPU_PYTHON) -c 'import transformers' 2>/dev/null; then \
+		set -x; $(GPU_PYTHON) -m evalkit.bench ttft $(BENCH_ARGS); \
+	else echo "time to first token is left out: $(PYTHON) has no transformers"; fi
+
+bench-ruler: $(VENV)/.installed
 	$(BIN)/python -m evalkit.benchmarks.ruler.bench_build
 
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,14 @@ from typing import NoReturn
 from .errors import EvalkitError, InputError
 
 DISTRIBUTION = "sparse-prefill-evalkit"
+
+HYDRA_COMMANDS = {
+    "run": (".app.main", "run cells: model x method x task; -m sweeps"),
+    "calibrate": (".app.calibrate", "find the value of a method's knob that reaches a budget"),
+    "search-patterns": (".app.search_patterns", "find MInference's pattern of each head"),
+    "bench": (".app.bench", "benchmarks on a CUDA device"),
+}
+"""Commands whose arguments are Hydra's: the module whose ``run`` takes them, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,18 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["run"]:
-            from .app.main import run
-
-            return run(arguments[1:])
-        if arguments[:1] == ["calibrate"]:
-            from .app.calibrate import run as calibrate
-
-            return calibrate(arguments[1:])
-        if arguments[:1] == ["search-patterns"]:
-            from .app.search_patterns import run as search_patterns
-
-            return search_patterns(arguments[1:])
+        if arguments[:1] and arguments[0] in HYDRA_COMMANDS:
+            module, _ = HYDRA_COMMANDS[arguments[0]]
+            return int(importlib.import_module(module, __package__).run(arguments[1:]))
         return _other(arguments)
     except EvalkitError as exc:
         print(f"evalkit: {' '.join(str(exc).split())}", file=sys.stderr)
@@ -50,10 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _other(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    # After a flag of ours: Hydra's arguments are not ours to parse.
-    if options.command in ("run", "calibrate", "search-patterns"):
+    if options.command in HYDRA_COMMANDS:  # only reached as "evalkit --flag run": those arguments are Hydra's
         raise InputError("command", options.command, f"must come first: evalkit {options.command} ...")
     if options.command == "report":
+        if options.bench is not None:
+            return _report_bench(options)
+        if not options.directories:
+            _parser().error("the following arguments are required: DIR, or --bench [FILE]")
         from .report import write_report
 
         write_report(options.directories, options.out, formats=tuple(options.format))
@@ -67,18 +70,31 @@ def _other(arguments: list[str]) -> int:
     return print_status(options.directories)
 
 
+def _report_bench(options: argparse.Namespace) -> int:
+    if options.directories:
+        raise InputError("bench", options.bench, "a benchmark file or results directories, one of the two")
+    from .report.bench import write_benchmarks
+
+    write_benchmarks(options.bench or None, options.out, formats=tuple(options.format))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="evalkit", description="Accuracy of sparse prefill against the budget it really spends.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("run", help="run cells: model x method x task; -m sweeps (evalkit run --help)", add_help=False)
-    calibrate = "find the value of a method's knob that reaches a budget (evalkit calibrate --help)"
-    commands.add_parser("calibrate", help=calibrate, add_help=False)
-    commands.add_parser(
-        "search-patterns", help="find MInference's pattern of each head (search-patterns --help)", add_help=False
-    )
+    for name, (_, text) in HYDRA_COMMANDS.items():
+        commands.add_parser(name, help=f"{text} (evalkit {name} --help)", add_help=False)
     report = commands.add_parser("report", help="tables and plots of finished cells, beside their dense twins")
-    _directories(report)
+    _directories(report, "*")
+    report.add_argument(
+        "--bench",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="FILE",
+        help="tables and figures of a benchmark file instead (default: results/h200/benchmarks.csv)",
+    )
     report.add_argument("--out", type=Path, default=None, metavar="DIR", help="where to write (default: first DIR)")
     report.add_argument(
         "--format",
@@ -86,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAME[,NAME]",
-        help="only these: markdown, csv, latex, png, svg, html (default: all)",
+        help="only these: markdown, csv, latex, png, svg, html (default: all); for --bench markdown, png, svg",
     )
     status = commands.add_parser("status", help="done, failed and partial cells of result directories")
     _directories(status)
@@ -104,8 +120,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _directories(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="results directory of evalkit run")
+def _directories(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
+    parser.add_argument("directories", nargs=nargs, type=Path, metavar="DIR", help="results directory of evalkit run")
 
 
 def _names(text: str) -> list[str]:

@@ -440,7 +440,7 @@ class Cell:
             _require(chunk % block == 0, "execution.chunk_size", chunk, allowed)
         chunkable = getattr(self.method, "chunkable", True)
         name = method_name(self.method)
-        _require(bool(chunkable), "execution.chunk_size", chunk, f"method {name} plans from the last queries: use null")
+        _require(bool(chunkable), "execution.chunk_size", chunk, f"method {name} plans from the whole prompt: use null")
 
 
 def plain(value: Any) -> Any:

@@ -56,7 +56,8 @@ def _omegaconf(outer: BaseException, cause: OmegaConfBaseException) -> str:
     value = re.search(r"Error merging override (\S+)", str(outer))
     source = re.match(r"In '([^']+)'", str(outer))
     where = value[1] if value else f"{key} (in {source[1]}.yaml)" if source else key
-    return f"{where}: {_first_line(cause)}"
+    hint = "; a list is written [a,b]" if "is not a ListConfig" in str(cause) else ""
+    return f"{where}: {_first_line(cause)}{hint}"
 
 
 def _siblings(cause: OmegaConfBaseException) -> list[str]:

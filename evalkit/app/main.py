@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
         sweeper.register()
         hydra_argv, cell_overrides = split_arguments(argv)
         SESSION.reset(cell_overrides)
-        with _arguments(hydra_argv):
+        with arguments("evalkit run", hydra_argv):
             application()
     except KeyboardInterrupt:
         return SESSION.interrupted()
@@ -147,9 +147,10 @@ def _check_names(overrides: Sequence[Override]) -> None:
 
 
 @contextmanager
-def _arguments(argv: list[str]) -> Iterator[None]:
+def arguments(program: str, argv: list[str]) -> Iterator[None]:
+    """The process's arguments for as long as Hydra reads them."""
     before = sys.argv
-    sys.argv = ["evalkit run", *argv]
+    sys.argv = [program, *argv]
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import typing
 from typing import Any, Literal
 
@@ -31,6 +32,11 @@ def schema_for(cls: type, *, name: str | None = None) -> type:
         cls: dataclass type, possibly nested.
         name: adds a field ``name`` with this default where the class has none.
     """
+    return _twin(cls, name)
+
+
+@functools.cache  # one twin a class: OmegaConf merges a node only with its own class
+def _twin(cls: Any, name: str | None) -> type:
     hints = typing.get_type_hints(cls)
     members: list[Any] = []
     fields = [f for f in dataclasses.fields(cls) if f.init]

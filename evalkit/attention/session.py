@@ -74,7 +74,7 @@ class Session:
         method.check_model(model.config.num_hidden_layers, model.config.num_attention_heads)
         if chunk_size is not None:
             if not method.chunkable:
-                raise InputError("execution.chunk_size", chunk_size, f"null: {method.name} plans from the last queries")
+                raise InputError("execution.chunk_size", chunk_size, f"null: {method.name} plans from the whole prompt")
             if chunk_size <= 0 or chunk_size % method.block_size:
                 raise InputError("execution.chunk_size", chunk_size, f"a multiple of {method.block_size}, or null")
         self.model, self.method = model, method

@@ -1,119 +1,280 @@
-"""Time to first token of a Qwen3-8B-shaped model with random weights: ``python -m evalkit.bench.ttft --out FILE``.
+"""Time to first token of a Qwen3-8B-shaped model with random weights, and the peak memory of its prefill.
 
 The real transformers class runs one forward over the prompt and keeps the logits of the last position. Attention is
-SDPA's flash or cuDNN kernel, or CoSA (proxy, selection and kernel, K and V laid out in pages inside the call).
+SDPA's flash or cuDNN kernel, CoSA called directly (K and V laid out in pages inside the call), or the harness's own
+path (:class:`evalkit.attention.Session`: paged cache, budget meter, call accounting).
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
+import contextlib
+import functools
+import importlib
 import statistics
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from prefill_kernels import PagedKV, block_attention, kap_scores, select_blocks
-from prefill_kernels.bench import COLUMNS
+from prefill_kernels import (
+    PagedKV,
+    TileStats,
+    block_attention,
+    causal_blocks,
+    kap_scores,
+    resolve_backend,
+    select_blocks,
+)
+from prefill_kernels.bench.command import open_rows
+from prefill_kernels.bench.config import BLOCK, WrongResult
+from prefill_kernels.bench.rows import Rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
-STAGE1 = 0.2
-PAGE = 128
+from ..methods.base import Method
+from ..methods.cosa import CoSA, Select
+from ..methods.dense import Dense
+from .profiling import profile_csv
+from .settings import TTFT_VARIANTS, TtftBench
+
+CHECKED_TOKENS = 2048
 
 
-def dense(backend: SDPBackend) -> Any:
-    """An attention function that runs one SDPA kernel."""
+def launch(settings: TtftBench, command: str) -> Path:
+    """Run on the CUDA device; returns the file that was appended to.
 
-    def attend(
-        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    Raises:
+        BenchError: no CUDA device, or a file that cannot be used.
+        WrongResult: CoSA at 100 % is not dense, or logits are not finite.
+    """
+    rows = open_rows(settings, command)
+    run(settings, rows, torch.device("cuda"))
+    return rows.path
+
+
+def run(settings: TtftBench, rows: Rows, device: torch.device) -> None:
+    """Measure every length and variant; the first variant measured is FA2, the base of speedups."""
+    names = runnable(settings.variants)
+    model = build(settings, device)
+    check(settings, model, names)
+    for tokens in settings.lengths:
+        generator = torch.Generator().manual_seed(settings.seed)
+        ids = torch.randint(0, settings.vocab, (1, tokens), generator=generator).to(device)
+        base = 0.0
+        for name in names:
+            forward = Forward(settings, model, name)
+            try:
+                seconds, peak = timed(forward, ids, settings.repeats)
+            except torch.OutOfMemoryError:
+                print(f"{name} at {tokens} tokens: left out, it does not fit into memory", file=sys.stderr, flush=True)
+                continue
+            base = seconds if name == "fa2" else base
+            values = {"ttft": seconds}
+            if peak is not None:
+                values["peak_memory"] = peak
+            if base and name != "fa2":
+                values["speedup_fa2"] = base / seconds
+            rows.add("ttft", name, tokens, forward.setting, **values, **forward.budgets(tokens))
+            if settings.profile is not None:
+                file = Path(settings.profile).expanduser() / f"ttft-{name}-{tokens}.csv"
+                profile_csv(functools.partial(forward, ids), file, device)
+                print(f"wrote {file}", flush=True)
+
+
+def runnable(variants: Iterable[str]) -> list[str]:
+    """The variants in a fixed order; those of the harness are left out where its packages are not installed."""
+    names = [name for name in TTFT_VARIANTS if name in variants]
+    try:
+        importlib.import_module("evalkit.attention")
+    except ImportError as error:
+        for name in (name for name in names if name.startswith("harness")):
+            print(f"{name}: left out ({error})", file=sys.stderr, flush=True)
+        names = [name for name in names if not name.startswith("harness")]
+    return names
+
+
+def build(settings: TtftBench, device: torch.device) -> Qwen3ForCausalLM:
+    """The model, in bfloat16 with random weights made on the device."""
+    config = Qwen3Config(
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        head_dim=settings.dim,
+        vocab_size=settings.vocab,
+        max_position_embeddings=max(1 << 18, *settings.lengths),
+    )
+    torch.manual_seed(settings.seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            return Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def timed(forward: Callable[[Tensor], Tensor], ids: Tensor, repeats: int) -> tuple[float, float | None]:
+    """Median seconds of a forward, and the peak memory of all of them in GiB (None on a CPU)."""
+    cuda = ids.is_cuda
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(1 + repeats):
+        synchronize(ids.device)
+        begin = time.perf_counter()
+        logits = forward(ids)
+        synchronize(ids.device)
+        seconds.append(time.perf_counter() - begin)
+    if not bool(torch.isfinite(logits).all()):
+        raise WrongResult("the logits are not finite")
+    return statistics.median(seconds[1:]), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check(settings: TtftBench, model: Qwen3ForCausalLM, variants: Iterable[str]) -> None:
+    """CoSA with every block kept must give the logits of dense attention, within what two dense kernels differ by.
+
+    Raises:
+        WrongResult: it does not.
+    """
+    wanted = [name for name in ("cosa", "harness") if name in variants]
+    generator = torch.Generator().manual_seed(settings.seed)
+    tokens = min(CHECKED_TOKENS, max(settings.lengths))
+    ids = torch.randint(0, settings.vocab, (1, tokens), generator=generator).to(model.device)
+    dense = Forward(settings, model, "fa2")(ids)
+    floor = _distance(Forward(settings, model, "math")(ids), dense)
+    for name in wanted:
+        error = _distance(Forward(settings, model, name, budget=1.0)(ids), dense)
+        if not error <= 3 * floor + 1e-3:
+            raise WrongResult(f"{name} with every block: logits are {error:.2g} from FA2's, SDPA's math {floor:.2g}")
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+class Forward:
+    """One forward of the model under one variant: token ids [1, L] to logits of the last position.
+
+    Args:
+        settings: of the benchmark.
+        model: the model.
+        variant: of ``TTFT_VARIANTS``, or ``math`` (SDPA without a fused kernel).
+        budget: Stage-1 share, where it is not the settings' own.
+    """
+
+    def __init__(self, settings: TtftBench, model: Qwen3ForCausalLM, variant: str, budget: float | None = None) -> None:
+        self.model, self.variant, self.stride = model, variant, settings.stride
+        self.vote = variant == "cosa_vote"
+        self.share = budget or (settings.stage1 if self.vote else settings.budget)
+        self.skip_scale = settings.skip_scale if self.vote else -1.0
+        self.backend = resolve_backend("auto", model.device, torch.bfloat16)
+        self._spent: list[Tensor] = []
+        self._session: Any = None
+
+    @property
+    def setting(self) -> str:
+        """As rows name it."""
+        if self.variant in ("fa2", "cudnn", "harness_dense"):
+            return "dense"
+        vote = f"skip scale {self.skip_scale:g}" if self.vote else "vote off"
+        return f"Stage-1 {100 * self.share:g} %, {vote}, stride {self.stride}"
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits [V] of the last position."""
+        if self.variant.startswith("harness"):
+            return self._harness(ids)
+        self._spent.clear()
+        with self._attending():
+            return self.model(ids, use_cache=True, logits_to_keep=1).logits[0, -1]
+
+    def budgets(self, tokens: int) -> dict[str, float]:
+        """Realized block budgets of the last forward; empty for dense attention."""
+        if self._session is not None:
+            record = self._session.account().budget.record()
+            return {name: record[name] for name in ("B_stage1_block", "B_block") if self.variant == "harness"}
+        if not self._spent:
+            return {}
+        whole = self.model.config.num_attention_heads * causal_blocks(0, tokens, BLOCK) * len(self._spent)
+        visited, computed = torch.stack(self._spent).sum(0).tolist()
+        return {"B_stage1_block": visited / whole, "B_block": computed / whole}
+
+    def _harness(self, ids: Tensor) -> Tensor:
+        from ..attention import Session  # needs packages that the other variants do not
+
+        method: Method = Dense()
+        if self.variant == "harness":
+            select = Select(rule="budget", budget=self.share)
+            method = CoSA(stride=self.stride, select=select, skip_scale=self.skip_scale)
+        with Session(self.model, method, backend=self.backend, page_size=BLOCK) as session:
+            hidden = session.prefill(ids[0], keep_from=ids.shape[1] - 1)
+            logits = session.logits(hidden)[0]
+        self._session = session  # its books are read after the clock has stopped
+        return logits
+
+    @contextlib.contextmanager
+    def _attending(self) -> Iterator[None]:
+        """The model with this variant's attention function."""
+        name = f"bench_{self.variant}"
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, _no_mask)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def _attend(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        with sdpa_kernel(backend):
+        if self.variant.startswith("cosa"):
+            out, stats = self._cosa(q, k, v, scaling)
+            self._spent.append(torch.stack([stats.visited_blocks.sum(), stats.computed_blocks.sum()]))
+            return out.transpose(1, 2), None
+        with sdpa_kernel(_SDPA[self.variant]):
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
 
-    return attend
+    def _cosa(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, TileStats]:
+        length = q.shape[2]
+        # The model's cache holds [Hkv, L, d]: without the copy the pages are strided views, which kernels refuse.
+        k_pages, v_pages = (x.transpose(1, 2).contiguous().view(-1, BLOCK, x.shape[1], x.shape[3]) for x in (k, v))
+        table = torch.arange(length // BLOCK, dtype=torch.int32, device=q.device)[None]
+        kv = PagedKV(k_pages, v_pages, table, length, in_order=True)
+        scores = kap_scores(q, kv, stride=self.stride, scale=scaling, backend=self.backend)
+        plan = select_blocks(
+            scores,
+            block_size=BLOCK,
+            q_offset=0,
+            q_len=length,
+            prompt_len=length,
+            budget=self.share,
+            skip_scale=self.skip_scale,
+            backend=self.backend,
+        )
+        return block_attention(q, kv, plan, scale=scaling, backend=self.backend)
 
 
-def cosa(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
-    """CoSA with a fixed Stage-1 budget and no vote."""
-    length = q.shape[2]
-    k_pages, v_pages = (x.transpose(1, 2).reshape(-1, PAGE, x.shape[1], x.shape[3]) for x in (k, v))
-    table = torch.arange(length // PAGE, dtype=torch.int32, device=q.device)[None]
-    kv = PagedKV(k_pages, v_pages, table, length)
-    scores = kap_scores(q, kv, stride=8, scale=scaling)
-    plan = select_blocks(scores, block_size=128, q_offset=0, q_len=length, prompt_len=length, budget=STAGE1)
-    return block_attention(q, kv, plan, scale=scaling)[0].transpose(1, 2), None
+_SDPA = {
+    "fa2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description="time to first token of an 8B-shaped model")
-    parser.add_argument("--out", type=Path, default=Path("results/h200/benchmarks.csv"))
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768, 131072], help="multiples of 128")
-    parser.add_argument("--variants", nargs="+", default=["fa2", "cudnn", "cosa"], help="the first is the base")
-    parser.add_argument("--repeats", type=int, default=5, help="measured forwards, after one that warms up")
-    arguments = parser.parse_args()
-    functions = {
-        "fa2": dense(SDPBackend.FLASH_ATTENTION),
-        "cudnn": dense(SDPBackend.CUDNN_ATTENTION),
-        "cosa": cosa,
-    }
-    for name, function in functions.items():
-        AttentionInterface.register(f"bench_{name}", function)
-        AttentionMaskInterface.register(f"bench_{name}", lambda *_, **__: None)
-    config = Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=1 << 18,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).eval()
-    machine = [torch.cuda.get_device_name(), torch.__version__, triton.__version__, arguments.commit]
-    command = " ".join(["python -m evalkit.bench.ttft", *sys.argv[1:]])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    if not arguments.out.exists():
-        arguments.out.write_text(",".join(COLUMNS) + "\n")
-    for tokens in arguments.tokens:
-        ids = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
-        base = 0.0
-        for name in arguments.variants:
-            model.set_attn_implementation(f"bench_{name}")
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            times = []
-            with torch.inference_mode():
-                for _ in range(1 + arguments.repeats):
-                    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    torch.cuda.synchronize()
-                    start.record()
-                    logits = model(ids, use_cache=True, logits_to_keep=1).logits
-                    stop.record()
-                    torch.cuda.synchronize()
-                    times.append(start.elapsed_time(stop) / 1e3)
-            assert torch.isfinite(logits).all()
-            seconds = statistics.median(times[1:])
-            base = base or seconds
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            setting = "Stage-1 20 %, vote off, stride 8" if name == "cosa" else "dense"
-            with arguments.out.open("a", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                for metric, value, unit in (
-                    ("ttft", seconds, "s"),
-                    ("peak_memory", peak, "GiB"),
-                    (f"speedup_{arguments.variants[0]}", base / seconds, "ratio"),
-                ):
-                    if metric == f"speedup_{name}":
-                        continue
-                    writer.writerow(["ttft", name, tokens, setting, metric, f"{value:.5g}", unit, *machine, command])
-            print("ttft", name, tokens, round(seconds, 4), "s", round(base / seconds, 3), f"{peak:.1f} GiB", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causality is the kernels' own."""

@@ -49,7 +49,7 @@ def _table(rows: Sequence[Row]) -> str:
     lines = []
     before = rows[0].metric
     for row in rows:
-        flags = {"dense": row.dense, "check": row.beats_dense, "group": row.metric != before}
+        flags = {"dense": row.dense, "check": row.suspect, "group": row.metric != before}
         before = row.metric
         cells = "".join(
             f"<td{side}>{escape(column.text(row))}</td>" for column, side in zip(COLUMNS, sides, strict=True)

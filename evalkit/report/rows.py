@@ -19,6 +19,8 @@ from .provenance import provenance
 from .stats import Estimate
 
 PERCENT = 100.0
+REFERENCE_MARK = "[torch]"
+"""After a method's name: the torch reference ran calls that a GPU kernel was asked for."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Row:
         layer_min, layer_max: extremes of B over layers and samples.
         fallback_share: share of attention calls a sparse method answered densely.
         warnings: samples that were stored with a warning.
+        reference_share: share of a CUDA cell's sparse calls that the torch reference ran although a GPU kernel was
+            asked for.
         dense: the row is a dense twin's.
         subtask: name of the subtask.
         key: cell keys.
@@ -101,9 +105,20 @@ class Row:
     layer_max: float = float("nan")
     fallback_share: float = 0.0
     warnings: int = 0
+    reference_share: float = 0.0
     dense: bool = False
     subtask: str = ""
     key: str = ""
+
+    @property
+    def marked_method(self) -> str:
+        """The method's label, with a mark where not only GPU kernels ran."""
+        return f"{self.method} {REFERENCE_MARK}" if self.reference_share else self.method
+
+    @property
+    def suspect(self) -> bool:
+        """Something to check before the number is believed."""
+        return self.beats_dense or self.reference_share > 0
 
     @property
     def beats_dense(self) -> bool:
@@ -149,7 +164,7 @@ def build_rows(loaded: Loaded) -> Rows:
     averaged, notes = _average_rows(loaded, names)
     rows += averaged
     rows.sort(key=_reading_order)
-    notes = [*loaded.notes, *notes, *_warning_notes(loaded.cells, names)]
+    notes = [*loaded.notes, *notes, *_warning_notes(loaded.cells, names), *_backend_notes(loaded.cells, names)]
     for row in rows:
         if row.level != "subtask" and row.beats_dense:
             notes.append(f"sparse > dense: check {row.model}, {row.method}, {row.task}, {row.length}, {row.metric}")
@@ -195,6 +210,7 @@ def _cell_rows(cell: CellResult, twin: CellResult | None, names: _Names) -> Iter
         "length": str(_length(cell)),
         "dense": cell.is_dense,
         "key": cell.key,
+        "reference_share": PERCENT * reference_share(cell),
     }
     scores = _scores(cell)
     if not scores:
@@ -390,6 +406,7 @@ def _average(cells: Mapping[int, CellResult], metric: str, loaded: Loaded, names
             "layer_max": max(part["layer_max"] for part in found),
             "fallback_share": averages.weighted_mean([part["fallback_share"] for part in found], [1.0] * len(found)),
             "warnings": sum(part["warnings"] for part in found),
+            "reference_share": PERCENT * max(reference_share(cell) for cell in cells.values()),
             "group": _short_hash([family, list(cells)]),
             "family": family,
             "length": f"mean of {', '.join(str(length) for length in cells)}",
@@ -408,6 +425,39 @@ def _reading_order(row: Row) -> tuple[Any, ...]:
     length = int(row.length) if row.length.isdigit() else 10**12
     where = (row.model, row.task.split()[0], row.level == "subtask", length, row.length, row.task, row.group)
     return *where, list(METRICS).index(row.metric), row.subtask, not row.dense, -row.B, row.method
+
+
+def reference_share(cell: CellResult) -> float:
+    """Share of a CUDA cell's sparse calls that the torch reference ran although a GPU kernel was asked for.
+
+    ``auto`` asks for one. Zero for cells on a CPU, cells that asked for torch, and records that do not tell.
+    """
+    asked = cell.config.get("execution", {}).get("backend")
+    if asked == "torch" or cell.identity["device"].get("type") != "cuda":
+        return 0.0
+    calls = _backend_calls(cell)
+    return calls["torch"] / calls.total() if calls else 0.0
+
+
+def _backend_calls(cell: CellResult) -> Counter[str]:
+    """Sparse calls by the backend that executed them, over all samples."""
+    calls: Counter[str] = Counter()
+    for record in cell.records:
+        calls.update(record.get("backends") or {})
+    return calls
+
+
+def _backend_notes(cells: Sequence[CellResult], names: _Names) -> list[str]:
+    notes = []
+    for cell in cells:
+        if not reference_share(cell):
+            continue
+        label, calls = names.of(cell), _backend_calls(cell)
+        where = f"{label['model']}, {label['method']}, {label['task']} at {_length(cell)}"
+        asked = cell.config["execution"].get("backend")
+        ran = ", ".join(f"{count} by {name}" for name, count in sorted(calls.items()))
+        notes.append(f"{REFERENCE_MARK} backend={asked} on CUDA, but not only GPU kernels ran: {where}: {ran}")
+    return notes
 
 
 def _warning_notes(cells: Sequence[CellResult], names: _Names) -> list[str]:

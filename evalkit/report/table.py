@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from tabulate import tabulate
 
-from .rows import METRICS, Row, Rows
+from .rows import METRICS, REFERENCE_MARK, Row, Rows
 
 DASH = "-"
 
@@ -66,7 +66,7 @@ def _difference(row: Row) -> str:
 
 
 COLUMNS = (
-    Column("method", lambda row: row.method, True),
+    Column("method", lambda row: row.marked_method, True),
     Column("metric", _metric, True),
     Column("value", lambda row: number(row.value, _digits(row))),
     Column("n", lambda row: str(row.n)),
@@ -88,7 +88,7 @@ EXPLANATION = (
     "counts QK and V work and the selection itself. First answer token: probability, right after prefill, of a token "
     "that begins a correct answer. Intervals are 95 %; differences to dense are paired by sample. A dash: undefined, "
     "for instance a loss interval from one window. fallback: attention calls answered densely; warnings: samples "
-    "stored with one."
+    f"stored with one. {REFERENCE_MARK}: the torch reference ran calls that a GPU kernel was asked for."
 )
 
 
@@ -170,6 +170,6 @@ def _terminal_table(rows: Sequence[Row]) -> Table:
             title = f"{_metric(rows[0])}, n = {rows[0].n}" if column.left else column.title
             table.add_column(title, justify="left" if column.left else "right", no_wrap=not column.left)
     for row in rows:
-        style = "bold" if row.dense else "red" if row.beats_dense else ""
+        style = "bold" if row.dense else "red" if row.suspect else ""
         table.add_row(*(Text(column.text(row), style=style) for column in columns))
     return table

@@ -1,10 +1,14 @@
 """Ordered-Skipping Kernel for Hopper (sm_90) in Gluon: tensor-memory loads, warp specialisation, asynchronous wgmma.
 
-One program computes one tile of 128 query rows. Four partitions share it: two consumers of four warps with 64 rows
-each, and two loader warps that walk the tile's list and the page table and keep a ring of K and one of V blocks
-filled. A consumer issues the QK product of the next block, then the PV product of the present one, and computes the
-next weights while the latter runs. With skipping on the consumers exchange a vote a block, computing weights
-meanwhile; V of a block that is voted out is not loaded, and a run of such blocks is walked with QK products alone.
+One program computes one tile of 128 query rows. Three partitions share it: two consumers of four warps with 64 rows
+each, and one warp that walks the tile's list and the page table and keeps a ring of K and one of V blocks filled.
+Step i is the i-th block of the list. One barrier a step tells the loader and the other half that a consumer is done
+with it: its QK product is read, and so is every V block of two steps before.
+
+With skipping on, a consumer publishes with that barrier how far the block stays below its running maxima. The next
+product is issued before the vote is asked for, and a half whose own rows keep the block does not ask at all. The
+weights of a block are computed ahead of its vote and thrown away if it loses; inside a run of skipped blocks scores
+alone are computed, and V is loaded after the vote.
 
 Gluon changed between Triton releases, so this module is imported only when the backend is asked for.
 """
@@ -35,6 +39,10 @@ _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 BLOCK = 128
+K_STAGES, V_STAGES, RING = 2, 3, 4
+"""Blocks in the K ring and in the V ring; steps in the ring of barriers and votes, more than K blocks."""
+LONG = gl.constexpr(2)
+"""Skipped blocks in a row after which neither V nor weights are made ahead of the vote."""
 L2_BYTES = 32 << 20
 """K and V bytes of the heads that run side by side; larger caches are worked through in groups of heads."""
 
@@ -57,42 +65,50 @@ def _load_block(
 
 
 @gluon.jit
-def _k_loader(
-    main, tail, ring, full, free, order, table, steps, tail_block, column,
-    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+def _loader(
+    k_main, k_tail, v_main, v_tail, k_ring, v_ring, k_full, v_full, votes, done,
+    order, table, steps, tail_block, column, threshold,
+    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr,
+    RING: gl.constexpr,
 ):  # fmt: skip
-    for i in range(steps):
-        block = gl.maximum(gl.load(order + i), 0)
-        slot = i % STAGES
-        mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
-        _load_block(main, tail, ring.index(slot), full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
+    """Fill both rings. When both halves are done with a step, its K and the V of two steps before are free.
 
-
-@gluon.jit
-def _v_loader(
-    main, tail, ring, full, free, votes, voted, seen, order, table, steps, tail_block, column, threshold,
-    D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
-    VOTES: gl.constexpr,
-):  # fmt: skip
-    """With skipping on, V of a block is loaded ahead of its vote if the block before was kept, else after it."""
-    loaded = 0
-    kept = True
-    for i in range(steps):
+    With skipping on, V of a block is loaded ahead of its vote, but inside a run of skipped blocks after it.
+    """
+    gl.static_assert(VS >= 3)
+    for i in range(gl.minimum(steps, KS)):
         block = gl.maximum(gl.load(order + i), 0)
-        ahead = kept
+        _load_block(k_main, k_tail, k_ring.index(i), k_full.index(i), table, block, tail_block, column, D, PAGE, BOX)
+    block = gl.maximum(gl.load(order), 0)
+    _load_block(v_main, v_tail, v_ring.index(0), v_full.index(0), table, block, tail_block, column, D, PAGE, BOX)
+    loaded = 1
+    misses = 0
+    for j in range(steps):
+        # Read before the wait, which hides the latency.
+        k_block = gl.load(order + gl.minimum(j + KS, steps - 1))
+        v_block = gl.load(order + gl.minimum(j + 1, steps - 1))
+        mbarrier.wait(done.index(j % RING), (j // RING) & 1)
         if SKIP:
-            if not ahead:
-                kept = _keep(votes, voted, i, threshold, 1, VOTES)
-                mbarrier.arrive(seen.index(i % VOTES), count=1)
-        if kept:
-            slot = loaded % STAGES
-            mbarrier.wait(free.index(slot), ((loaded // STAGES) & 1) ^ 1)
-            _load_block(main, tail, ring.index(slot), full.index(slot), table, block, tail_block, column, D, PAGE, BOX)
+            kept = _vote(votes, j, threshold, 1, RING)
+            if kept & (misses >= LONG):
+                block = gl.load(order + j)
+                slot = loaded % VS
+                _load_block(
+                    v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, block, tail_block, column,
+                    D, PAGE, BOX)  # fmt: skip
+                loaded += 1
+            misses = gl.where(kept, 0, misses + 1)
+        if (j + 1 < steps) & (misses < LONG):
+            slot = loaded % VS
+            _load_block(
+                v_main, v_tail, v_ring.index(slot), v_full.index(slot), table, v_block, tail_block, column,
+                D, PAGE, BOX)  # fmt: skip
             loaded += 1
-        if SKIP:
-            if ahead & (i > 0):
-                kept = _keep(votes, voted, i, threshold, 1, VOTES)
-                mbarrier.arrive(seen.index(i % VOTES), count=1)
+        if j + KS < steps:
+            slot = (j + KS) % KS
+            _load_block(
+                k_main, k_tail, k_ring.index(slot), k_full.index(slot), table, k_block, tail_block, column,
+                D, PAGE, BOX)  # fmt: skip
 
 
 @gluon.jit
@@ -124,27 +140,37 @@ def _gap(top, m, valid):
 
 
 @gluon.jit
-def _publish(gap, votes, voted, seen, step, WG: gl.constexpr, VOTES: gl.constexpr):
-    """Put the largest gap of each of this consumer's four warps where the other partitions read it."""
-    slot = step % VOTES
-    # Steps 1, 2, ... vote: slot 0 is first written at step VOTES.
-    turn = gl.where(slot == 0, step // VOTES - 1, step // VOTES)
-    mbarrier.wait(seen.index(slot), (turn & 1) ^ 1)
-    of_warp = gl.reduce(gl.reshape(gap, [4, 16]), 1, _nan_max)
-    votes.index(slot).slice(WG * 4, 4).store(of_warp)
-    _barrier()
-    mbarrier.arrive(voted.index(slot), count=1)
+def _look(s, m, valid, votes, done, step, block, tile, threshold, WG: gl.constexpr, RING: gl.constexpr):
+    """Masked scores and row maxima of a step, and this half's vote, put where the other partitions read it.
+
+    The third result says whether this half alone keeps the block, which settles it without the other half's vote.
+    """
+    s = _mask(s, block, tile, WG)
+    top = _row_max(s)
+    mine = votes.index(step % RING).slice(WG * 4, 4)
+    # The largest gap of each of this consumer's four warps.
+    mine.store(gl.reduce(gl.reshape(_gap(top, m, valid), [4, 16]), 1, _nan_max))
+    mbarrier.arrive(done.index(step % RING), count=1)
+    every: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    return s, top, (gl.reduce(mine.load(every), 0, _nan_max) < threshold).to(gl.int32) == 0
 
 
 @gluon.jit
-def _keep(votes, voted, step, threshold, WARPS: gl.constexpr, VOTES: gl.constexpr):
-    """The tile's decision on the block of a step, once both halves have voted. "Not below" keeps NaN in."""
+def _vote(votes, step, threshold, WARPS: gl.constexpr, RING: gl.constexpr):
+    """The tile's decision on the block of a step that is done. "Not below" keeps NaN in."""
     every: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    slot = step % VOTES
-    turn = gl.where(slot == 0, step // VOTES - 1, step // VOTES)
-    mbarrier.wait(voted.index(slot), turn & 1)
-    gap = gl.reduce(votes.index(slot).load(every), 0, _nan_max)
+    gap = gl.reduce(votes.index(step % RING).load(every), 0, _nan_max)
     return (gap < threshold).to(gl.int32) == 0
+
+
+@gluon.jit
+def _decide(mine, votes, done, step, threshold, RING: gl.constexpr):
+    """The tile's decision as a consumer learns it: the other half is asked only if its own half would skip."""
+    kept = mine
+    if not mine:
+        mbarrier.wait(done.index(step % RING), (step // RING) & 1)
+        kept = _vote(votes, step, threshold, 4, RING)
+    return kept
 
 
 @gluon.jit
@@ -175,13 +201,12 @@ def _pv(p, ring, full, turn, acc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _consumer(
-    q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, votes, voted, seen,
+    q_tile, k_ring, v_ring, q_full, k_full, v_full, votes, done,
     order, out, stats, stats_stride, count, tile, row0, q_len, out_stride, scale, threshold,
-    D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, VOTES: gl.constexpr, WG: gl.constexpr,
+    D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, RING: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = k_ring.dtype
     q = q_tile.index(WG)
     steps = gl.maximum(count, 1)
@@ -191,99 +216,98 @@ def _consumer(
     acc = gl.zeros([64, D], gl.float32, o_layout)
     valid = row0 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout)) < q_len
 
-    # The first block is never skipped.
-    mbarrier.wait(q_full, 0)
     block = gl.load(order)
-    first = _qk(q, k_ring, k_full, 0, zero, KS)
-    s = warpgroup_mma_wait(0, deps=(first,))
-    mbarrier.arrive(k_free.index(0), count=1)
-    diagonal_seen = (block == tile).to(gl.int32)
-    diagonal_computed = diagonal_seen
-    s = _mask(s, gl.maximum(block, 0), tile, WG)
-    p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
-    turn = 0  # V blocks taken from the ring
-    computed = 1
-    # Each round issues the QK product of the next block, then the PV product that is due, and computes the next
-    # block's weights while the PV product runs.
+    mbarrier.wait(q_full, 0)
+    coming = _qk(q, k_ring, k_full, 0, zero, KS)
+    s = warpgroup_mma_wait(0, deps=(coming,))
+    if not SKIP:
+        mbarrier.arrive(done.index(0), count=1)
+    on_diagonal = (block == tile).to(gl.int32)
+    diagonal_seen = on_diagonal
+    block = gl.maximum(block, 0)
     if SKIP:
+        # Each round issues the QK product of block `step` and, while it runs, learns the vote on the block before.
+        # In live rounds the weights of that one were computed ahead of its vote; inside a run of skipped blocks only
+        # its scores are held. The first block's gap is zero, so it is never skipped.
+        s, top, mine = _look(s, m, valid, votes, done, 0, block, tile, threshold, WG, RING)
+        p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+        turn = 0  # V blocks taken from the ring
+        computed = 0
+        diagonal_computed = 0
+        misses = 0
         step = 1
-        due = 1  # whether weights wait for their PV product
         while step < steps:
             block = gl.load(order + step)
             coming = _qk(q, k_ring, k_full, step, zero, KS)
-            pending = _pv(p, v_ring, v_full, turn, acc, VS)
-            s = warpgroup_mma_wait(1, deps=(coming,))
-            mbarrier.arrive(k_free.index(step % KS), count=1)
-            s = _mask(s, block, tile, WG)
-            top = _row_max(s)
+            kept = _decide(mine, votes, done, step - 1, threshold, RING)
+            computed += kept.to(gl.int32)
+            diagonal_computed += on_diagonal * kept.to(gl.int32)
             on_diagonal = (block == tile).to(gl.int32)
             diagonal_seen += on_diagonal
-            # The weights are computed before the votes are counted: the wait hides behind them.
-            _publish(_gap(top, m, valid), votes, voted, seen, step, WG, VOTES)
-            p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
-            acc = warpgroup_mma_wait(0, deps=(pending,))
-            mbarrier.arrive(v_free.index(turn % VS), count=1)
-            turn += 1
-            step += 1
-            if _keep(votes, voted, step - 1, threshold, 4, VOTES):
+            if kept:
+                misses = 0
                 m = new
                 total = new_total
-                acc = acc * decay[:, None]
-                computed += 1
-                diagonal_computed += on_diagonal
-            else:
-                # Its V was loaded ahead of the vote.
-                mbarrier.wait(v_full.index(turn % VS), (turn // VS) & 1)
-                mbarrier.arrive(v_free.index(turn % VS), count=1)
+                pending = _pv(p, v_ring, v_full, turn, acc * decay[:, None], VS)
+                s = warpgroup_mma_wait(1, deps=(coming,))
+                s, top, mine = _look(s, m, valid, votes, done, step, block, tile, threshold, WG, RING)
+                p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+                acc = warpgroup_mma_wait(0, deps=(pending,))
                 turn += 1
-                # A run of skipped blocks: QK products alone, one ahead of the votes, of which row maxima are kept.
-                due = 0
-                ahead = gl.minimum(step, steps - 1)
-                block = gl.load(order + ahead)
-                coming = _qk(q, k_ring, k_full, ahead, zero, KS)
+                step += 1
+            else:
+                misses += 1
                 s = warpgroup_mma_wait(0, deps=(coming,))
-                top = _row_max(_mask(s, block, tile, WG))
-                while (step < steps) & (due == 0):
-                    on_diagonal = (block == tile).to(gl.int32)
-                    diagonal_seen += on_diagonal
-                    ahead = gl.minimum(step + 1, steps - 1)
-                    block = gl.load(order + ahead)
-                    coming = _qk(q, k_ring, k_full, ahead, zero, KS)
-                    _publish(_gap(top, m, valid), votes, voted, seen, step, WG, VOTES)
-                    due = _keep(votes, voted, step, threshold, 4, VOTES).to(gl.int32)
-                    computed += due
-                    diagonal_computed += on_diagonal * due
-                    s = warpgroup_mma_wait(0, deps=(coming,))
-                    mbarrier.arrive(k_free.index(step % KS), count=1, pred=due == 0)
-                    top = _row_max(_mask(s, block, tile, WG))
-                    step += 1
-                if due != 0:
-                    # A kept block ended the run: its product is issued again, and so is the one ahead next round.
-                    block = gl.load(order + step - 1)
-                    coming = _qk(q, k_ring, k_full, step - 1, zero, KS)
-                    s = warpgroup_mma_wait(0, deps=(coming,))
-                    mbarrier.arrive(k_free.index((step - 1) % KS), count=1)
-                    s = _mask(s, block, tile, WG)
-                    p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
-                    acc = acc * decay[:, None]
-                else:
-                    p = gl.convert_layout(zero.to(dtype), p_layout)
-        if due != 0:
-            pending = _pv(p, v_ring, v_full, turn, acc, VS)
+                s, top, mine = _look(s, m, valid, votes, done, step, block, tile, threshold, WG, RING)
+                # V of the skipped block was loaded ahead of its vote.
+                mbarrier.wait(v_full.index(turn % VS), (turn // VS) & 1)
+                turn += 1
+                step += 1
+                if misses == LONG:
+                    while (step < steps) & (misses != 0):
+                        block = gl.load(order + step)
+                        coming = _qk(q, k_ring, k_full, step, zero, KS)
+                        kept = _decide(mine, votes, done, step - 1, threshold, RING)
+                        computed += kept.to(gl.int32)
+                        diagonal_computed += on_diagonal * kept.to(gl.int32)
+                        on_diagonal = (block == tile).to(gl.int32)
+                        diagonal_seen += on_diagonal
+                        if kept:
+                            misses = 0
+                            p, m, total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+                            pending = _pv(p, v_ring, v_full, turn, acc * decay[:, None], VS)
+                            s = warpgroup_mma_wait(1, deps=(coming,))
+                            s, top, mine = _look(s, m, valid, votes, done, step, block, tile, threshold, WG, RING)
+                            acc = warpgroup_mma_wait(0, deps=(pending,))
+                            turn += 1
+                        else:
+                            s = warpgroup_mma_wait(0, deps=(coming,))
+                            s, top, mine = _look(s, m, valid, votes, done, step, block, tile, threshold, WG, RING)
+                        step += 1
+                p, new, new_total, decay = _weights(s, m, total, top, scale, o_layout, dtype)
+        kept = _decide(mine, votes, done, steps - 1, threshold, RING)
+        if kept:
+            total = new_total
+            pending = _pv(p, v_ring, v_full, turn, acc * decay[:, None], VS)
             acc = warpgroup_mma_wait(0, deps=(pending,))
-        computed = gl.where(count > 0, computed, 0)
+        else:
+            if misses < LONG:
+                mbarrier.wait(v_full.index(turn % VS), (turn // VS) & 1)
+        computed = gl.where(count > 0, computed + kept.to(gl.int32), 0)
+        diagonal_computed += on_diagonal * kept.to(gl.int32)
     else:
+        s = _mask(s, block, tile, WG)
+        p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
         for step in range(1, steps):
             block = gl.load(order + step)
             coming = _qk(q, k_ring, k_full, step, zero, KS)
             pending = _pv(p, v_ring, v_full, step - 1, acc, VS)
             s = warpgroup_mma_wait(1, deps=(coming,))
-            mbarrier.arrive(k_free.index(step % KS), count=1)
+            mbarrier.arrive(done.index(step % RING), count=1)
             s = _mask(s, block, tile, WG)
             diagonal_seen += (block == tile).to(gl.int32)
             p, m, total, decay = _weights(s, m, total, _row_max(s), scale, o_layout, dtype)
             acc = warpgroup_mma_wait(0, deps=(pending,))
-            mbarrier.arrive(v_free.index((step - 1) % VS), count=1)
             acc = acc * decay[:, None]
         pending = _pv(p, v_ring, v_full, steps - 1, acc, VS)
         acc = warpgroup_mma_wait(0, deps=(pending,))
@@ -313,7 +337,7 @@ def _osk(
     scale, threshold, q_len, first_tile, tail_block, tiles, width, head_group,
     q_head_rows, q_head_columns, out_head_stride, out_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
-    KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, VOTES: gl.constexpr,
+    KS: gl.constexpr, VS: gl.constexpr, SKIP: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     # Longest tiles first inside a group of heads whose K and V fit into L2 together.
     pid = gl.program_id(0)
@@ -326,25 +350,19 @@ def _osk(
     q_tile = gl.allocate_shared_memory(dtype, [2, 64, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [KS, 128, D], k_main.layout)
     v_ring = gl.allocate_shared_memory(dtype, [VS, 128, D], v_main.layout)
-    votes = gl.allocate_shared_memory(gl.float32, [VOTES, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    votes = gl.allocate_shared_memory(gl.float32, [RING, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], bars)
-    k_free = gl.allocate_shared_memory(gl.int64, [KS, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], bars)
-    v_free = gl.allocate_shared_memory(gl.int64, [VS, 1], bars)
-    voted = gl.allocate_shared_memory(gl.int64, [VOTES, 1], bars)
-    seen = gl.allocate_shared_memory(gl.int64, [VOTES, 1], bars)
+    done = gl.allocate_shared_memory(gl.int64, [RING, 1], bars)
     mbarrier.init(q_full, count=1)
     for j in gl.static_range(KS):
         mbarrier.init(k_full.index(j), count=1)
-        mbarrier.init(k_free.index(j), count=2)
     for j in gl.static_range(VS):
         mbarrier.init(v_full.index(j), count=1)
-        mbarrier.init(v_free.index(j), count=2)
-    for j in gl.static_range(VOTES):
-        mbarrier.init(voted.index(j), count=2)
-        mbarrier.init(seen.index(j), count=1)
+    for j in gl.static_range(RING):
+        mbarrier.init(done.index(j), count=2)
     fence_async_shared()
 
     mbarrier.expect(q_full, 128 * D * 2)
@@ -362,21 +380,19 @@ def _osk(
     gl.warp_specialize(
         [
             (_consumer, (
-                q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, votes, voted, seen,
+                q_tile, k_ring, v_ring, q_full, k_full, v_full, votes, done,
                 lists, out_head, stats + item, HEADS * tiles, count, tile, row0, q_len, out_stride, scale, threshold,
-                D, KS, VS, SKIP, VOTES, 0)),
+                D, KS, VS, SKIP, RING, 0)),
             (_consumer, (
-                q_tile, k_ring, v_ring, q_full, k_full, k_free, v_full, v_free, votes, voted, seen,
+                q_tile, k_ring, v_ring, q_full, k_full, v_full, votes, done,
                 lists, out_head, stats + item, HEADS * tiles, count, tile, row0, q_len, out_stride, scale, threshold,
-                D, KS, VS, SKIP, VOTES, 1)),
-            (_k_loader, (
-                k_main, k_tail, k_ring, k_full, k_free, lists, table, steps, tail_block, column, D, PAGE, BOX, KS)),
-            (_v_loader, (
-                v_main, v_tail, v_ring, v_full, v_free, votes, voted, seen, lists, table, steps, tail_block, column,
-                threshold, D, PAGE, BOX, VS, SKIP, VOTES)),
+                D, KS, VS, SKIP, RING, 1)),
+            (_loader, (
+                k_main, k_tail, v_main, v_tail, k_ring, v_ring, k_full, v_full, votes, done, lists, table, steps,
+                tail_block, column, threshold, D, PAGE, BOX, KS, VS, SKIP, RING)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
 
 
@@ -398,14 +414,8 @@ def refusal(q: Tensor, kv: PagedKV, plan: BlockPlan) -> str | None:
     return None
 
 
-def osk_hopper(
-    q: Tensor, kv: PagedKV, plan: BlockPlan, scale: float, *, stages: tuple[int, int] | None = None
-) -> tuple[Tensor, TileStats]:
-    """:func:`prefill_kernels.block_attention` on sm_90, for calls that :func:`refusal` accepts.
-
-    Args:
-        stages: blocks in the K ring and in the V ring; a run of skipped blocks wants K further ahead.
-    """
+def osk_hopper(q: Tensor, kv: PagedKV, plan: BlockPlan, scale: float) -> tuple[Tensor, TileStats]:
+    """:func:`prefill_kernels.block_attention` on sm_90, for calls that :func:`refusal` accepts."""
     batch, heads, q_len, dim = q.shape
     tiles, width = plan.order.shape[2:]
     out = torch.empty(batch, q_len, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -419,7 +429,6 @@ def osk_hopper(
     group = heads // kv.num_kv_heads
     order, count = plan.order.contiguous(), plan.count.contiguous()
     skip = plan.log_threshold is not None
-    stages = stages or ((3, 2) if skip else (2, 2))
     kv_bytes = 2 * plan.kv_len * dim * q.element_size()
     head_group = group * _largest_divisor(kv.num_kv_heads, max(1, L2_BYTES // kv_bytes))
     for b in range(batch):  # one launch a sequence: prefill runs one sequence a call
@@ -457,10 +466,10 @@ def osk_hopper(
             D=dim,
             PAGE=kv.page_size,
             BOX=box,
-            KS=stages[0],
-            VS=stages[1],
+            KS=K_STAGES,
+            VS=V_STAGES,
             SKIP=skip,
-            VOTES=4,
+            RING=RING,
             num_warps=4,
         )
         if batch > 1:

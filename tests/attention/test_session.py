@@ -290,7 +290,7 @@ def test_what_cannot_be_run_is_refused_by_name():
     class LastQueries(CoSA):
         chunkable = False
 
-    with pytest.raises(InputError, match="plans from the last queries"):
+    with pytest.raises(InputError, match="plans from the whole prompt"):
         Session(build(), LastQueries(), chunk_size=128)
 
 

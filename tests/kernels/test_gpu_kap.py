@@ -60,3 +60,15 @@ def test_order_and_selection_equal_the_reference(blocks, heads, ties):
             settings = {"order": order, "force_sink_diagonal": order == "descending", **shape, **rule}
             got, want = (select_blocks(s, backend=x, **settings) for x in ("triton", "torch"))
             assert torch.equal(got.order, want.order) and torch.equal(got.count, want.count)
+
+
+def test_order_of_a_million_tokens():
+    """8192 blocks, the most that the sort takes; one tile, since compiling it is what takes time."""
+    g = torch.Generator(device="cuda").manual_seed(1)
+    score = (torch.rand(1, 2, 2, 8192, generator=g, device="cuda") * 16).round(decimals=2)
+    score[0, :, 0, 8191] = 0
+    hrm = torch.rand(score.shape, generator=g, device="cuda") < 0.01
+    hrm[0, :, 0, 8191] = False
+    shape = {"block_size": 128, "q_offset": 8190 * 128, "q_len": 256, "prompt_len": 8192 * 128}
+    got, want = (select_blocks(KapScores(score, hrm), p=0.7, backend=x, **shape) for x in ("triton", "torch"))
+    assert torch.equal(got.order, want.order) and torch.equal(got.count, want.count)

@@ -8,7 +8,7 @@ import synthetic
 
 from evalkit.errors import StoreError
 from evalkit.report import rows as module
-from evalkit.report import stats
+from evalkit.report import stats, table
 from evalkit.report.load import load
 from evalkit.report.rows import build_rows
 
@@ -275,3 +275,40 @@ def test_provenance_names_machine_versions_commit_and_commands(cells):
     commands = [line for line in rows.provenance if line.startswith("`evalkit run ")]
     assert len(commands) == 2 and any("method=dense" in line for line in commands)
     assert all(line in markdown(rows) for line in rows.provenance)
+
+
+# ------------------------------------------------------------------------------ what the kernels really were
+@pytest.mark.parametrize(
+    ("asked", "device", "backends", "marked"),
+    [
+        ("auto", "cuda", [{"hopper": 3}, {"hopper": 2, "torch": 1}], True),
+        ("hopper", "cuda", [{"torch": 3}, {"torch": 3}], True),
+        ("auto", "cuda", [{"hopper": 3}, {"triton": 3}], False),
+        ("torch", "cuda", [{"torch": 3}, {"torch": 3}], False),
+        ("auto", "cpu", [{"torch": 3}, {"torch": 3}], False),
+        ("auto", "cuda", [None, None], False),
+    ],
+)
+def test_the_reference_in_place_of_a_gpu_kernel_is_marked(cells, monkeypatch, asked, device, backends, marked):
+    identity = synthetic.identity
+    monkeypatch.setattr(
+        synthetic, "identity", lambda settings, data=None: {**identity(settings, data), "device": {"type": device}}
+    )
+    cells.perplexity("dense")
+    settings = synthetic.config(p=0.9)
+    settings["execution"]["backend"] = asked
+    items = list(synthetic.perplexity_records(share=0.4, limit=4))
+    for i, (record, _) in enumerate(items):
+        if backends[i % 2] is not None:
+            record["backends"] = backends[i % 2]
+    synthetic.write_cell(cells.out, settings, iter(items))
+    rows = build_rows(load([cells.out]))
+    sparse = [row for row in rows.rows if not row.dense]
+    assert all(row.marked_method.endswith(" [torch]") == row.suspect == marked for row in sparse)
+    notes = [note for note in rows.notes if note.startswith("[torch] ")]
+    assert len(notes) == int(marked)
+    assert ("cosa p=0.9 [torch]" in table.markdown(rows) or "cosa [torch]" in table.markdown(rows)) == marked
+    if asked == "auto" and marked:
+        assert sparse[0].reference_share == pytest.approx(100 / 6)
+        assert "backend=auto on CUDA" in notes[0] and notes[0].endswith("10 by hopper, 2 by torch")
+    assert not any(row.suspect for row in rows.rows if row.dense)

@@ -1,0 +1,106 @@
+"""Settings of the benchmarks that run a model; nothing heavy is imported to check them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefill_kernels.bench.config import (
+    BLOCK,
+    BenchSettings,
+    require,
+    require_each,
+    require_shares,
+    require_variants,
+)
+
+from ..config import DEVICES, ModelConfig, PerplexityConfig
+from ..errors import InputError, near_matches
+
+TTFT_VARIANTS = ("fa2", "cudnn", "cosa", "cosa_vote", "harness", "harness_dense")
+
+
+@dataclass(frozen=True)
+class TtftBench(BenchSettings):
+    """Time to first token of a model with random weights.
+
+    Args:
+        lengths: prompt lengths, multiples of 128.
+        repeats: measured forwards, after one that warms up.
+        variants: ``fa2``, ``cudnn``; ``cosa`` (fixed Stage-1 budget, no vote); ``cosa_vote`` (``stage1`` and
+            ``skip_scale``); ``harness`` and ``harness_dense`` (CoSA as ``cosa``, and SDPA, through a Session).
+        budget: Stage-1 share of ``cosa`` and ``harness``.
+        stride: of the proxy.
+        stage1, skip_scale: of ``cosa_vote``; the realized budget is reported.
+        profile: directory for one table of kernel times a variant and length; None = none.
+        layers, hidden, intermediate, heads, kv_heads, dim, vocab: the model; Qwen3-8B's by default.
+    """
+
+    lengths: tuple[int, ...] = (4096, 32768, 131072)
+    repeats: int = 3
+    variants: tuple[str, ...] = ("fa2", "cudnn", "cosa", "harness")
+    budget: float = 0.2
+    stride: int = 8
+    stage1: float = 0.29
+    skip_scale: float = 2000.0
+    profile: str | None = None
+    layers: int = 36
+    hidden: int = 4096
+    intermediate: int = 12288
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    vocab: int = 151936
+
+    def validate(self) -> None:
+        """Raise BenchError on the first value that cannot be used."""
+        super().validate()
+        whole = f"multiples of {BLOCK} tokens"
+        require_each("lengths", self.lengths, lambda n: n >= BLOCK and n % BLOCK == 0, whole)
+        require_variants(self.variants, TTFT_VARIANTS)
+        require_shares("budget", [self.budget])
+        require_shares("stage1", [self.stage1])
+        require(1 <= self.stride <= BLOCK, "stride", self.stride, f"1 to {BLOCK}")
+        require(self.skip_scale > 0, "skip_scale", self.skip_scale, "above 0")
+        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "dim", "vocab"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+        require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """Q, K and V after RoPE of some layers of a dense prefill over one window of text.
+
+    Args:
+        model: the model; its ``dtype`` is that of the file.
+        length: tokens of the window.
+        layers: layers to keep; none named = three, early to late.
+        corpus, text_field: as of the perplexity task; its first window is taken.
+        device: where the model runs.
+        out: file to write, .safetensors; None = captures/<model>-<length>.safetensors.
+    """
+
+    model: ModelConfig
+    length: int = 8192
+    layers: tuple[int, ...] = ()
+    corpus: str = "essays"
+    text_field: str = "text"
+    device: str = "auto"
+    out: str | None = None
+
+    def validate(self) -> None:
+        """Raise InputError or BenchError on the first value that cannot be used."""
+        self.model.validate()
+        try:
+            self.window.validate()
+            self.model.rope_factor(self.length)
+        except InputError as error:  # settings of the perplexity task go by shorter names here
+            raise InputError(error.field.removeprefix("task."), error.value, error.allowed) from None
+        require_each("layers", self.layers, lambda n: n >= 0, "layer numbers from 0", empty=True)
+        require(self.device in DEVICES, "device", self.device, near_matches(self.device, DEVICES))
+        if self.out is not None:
+            require(self.out.endswith(".safetensors"), "out", self.out, "a file that ends in .safetensors, or null")
+
+    @property
+    def window(self) -> PerplexityConfig:
+        """The text as the perplexity task takes it."""
+        return PerplexityConfig(corpus=self.corpus, text_field=self.text_field, length=self.length, limit=1)

@@ -1,0 +1,127 @@
+"""Record what a real run's attention calls see and plan: Q, K and V after RoPE, and the lists of selected blocks.
+
+A :class:`Recorder` stands in for a method in a :class:`~evalkit.attention.Session`; it asks that method for every plan
+and keeps what it is told to of the layers it is told to. :func:`save` writes one safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefill_kernels import BlockPlan, PagedKV
+from prefill_kernels.bench.inputs import FORMAT
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import InputError
+from .methods.base import Method, Plan, PlanContext
+
+
+@dataclass
+class LayerCapture:
+    """One layer of one prompt.
+
+    Attributes:
+        scaling: softmax scaling.
+        q: chunks of [L, Hq, d].
+        k, v: [L, Hkv, d] of the whole prompt so far.
+        order, count: for each chunk, a block plan's lists, [Hq, NQ, K] and [Hq, NQ] in int32.
+    """
+
+    scaling: float
+    q: list[Tensor] = field(default_factory=list)
+    k: Tensor | None = None
+    v: Tensor | None = None
+    order: list[Tensor] = field(default_factory=list)
+    count: list[Tensor] = field(default_factory=list)
+
+
+class Recorder(Method):
+    """A method that plans as another does and keeps what it saw, on the CPU.
+
+    Args:
+        method: the method that plans.
+        layers: layers to keep.
+        tensors: keep Q, K and V.
+        selections: keep the lists of block plans.
+
+    Attributes:
+        captures: what was kept, by layer.
+    """
+
+    def __init__(
+        self, method: Method, layers: Collection[int], *, tensors: bool = True, selections: bool = False
+    ) -> None:
+        super().__init__(method.block_size)
+        self.method, self.layers = method, frozenset(layers)
+        self.tensors, self.selections = tensors, selections
+        self.captures: dict[int, LayerCapture] = {}
+        # Class variables of a method; the session asks the instance.
+        self.name, self.chunkable = method.name, method.chunkable  # type: ignore[misc]
+
+    def validate(self) -> None:
+        """Check the method's own fields."""
+        self.method.validate()
+
+    def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> Plan:
+        """The method's plan; what it was made from is kept. A prompt's first chunk replaces an earlier prompt."""
+        plan = self.method.plan(q, kv, context)
+        if context.layer in self.layers:
+            if context.q_offset == 0:
+                self.captures[context.layer] = LayerCapture(context.scale)
+            self._keep(self.captures[context.layer], q, kv, plan)
+        return plan
+
+    def _keep(self, kept: LayerCapture, q: Tensor, kv: PagedKV, plan: Plan) -> None:
+        if self.tensors:
+            kept.q.append(q[0].transpose(0, 1).cpu())
+            k, v = kv.gather()
+            # Copies: the views point into pages that the next prompt reuses.
+            kept.k, kept.v = (x[0].transpose(0, 1).to("cpu", copy=True) for x in (k, v))
+        if self.selections and isinstance(plan, BlockPlan):
+            kept.order.append(plan.order[0].cpu())
+            kept.count.append(plan.count[0].cpu())
+
+    def estimator_cells(self, q_offset: int, q_len: int) -> int:
+        """The method's."""
+        return self.method.estimator_cells(q_offset, q_len)
+
+    def warnings(self, prompt_len: int) -> list[str]:
+        """The method's."""
+        return self.method.warnings(prompt_len)
+
+
+def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metadata: Mapping[str, Any]) -> None:
+    """Write captures to one safetensors file.
+
+    Tensors are ``layer.<n>.q`` [L, Hq, d], ``.k`` and ``.v`` [L, Hkv, d]; ``.order`` [Hq, NQ, K] (-1 padded) and
+    ``.count`` [Hq, NQ] where selections were kept. Metadata: ``format``, ``model``, ``scaling`` (JSON, by layer) and
+    what is given here, each value as JSON.
+
+    Raises:
+        InputError: nothing was captured, or the file cannot be written.
+    """
+    if not captures:
+        raise InputError("layers", [], "layers that the run has; none was captured")
+    tensors: dict[str, Tensor] = {}
+    for layer, kept in sorted(captures.items()):
+        name = f"layer.{layer}"
+        if kept.k is not None and kept.v is not None:
+            tensors |= {f"{name}.q": torch.cat(kept.q), f"{name}.k": kept.k, f"{name}.v": kept.v}
+        if kept.order:
+            width = max(order.shape[-1] for order in kept.order)
+            padded = [torch.nn.functional.pad(o, (0, width - o.shape[-1]), value=-1) for o in kept.order]
+            tensors |= {f"{name}.order": torch.cat(padded, 1), f"{name}.count": torch.cat(kept.count, 1)}
+    scaling = {str(layer): kept.scaling for layer, kept in sorted(captures.items())}
+    described = {key: json.dumps(value) for key, value in metadata.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(plain, path, {**described, "format": FORMAT, "model": model, "scaling": json.dumps(scaling)})
+    except OSError as error:
+        raise InputError("out", str(path), f"a file that can be written to ({error.strerror})") from None

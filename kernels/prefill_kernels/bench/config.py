@@ -1,0 +1,168 @@
+"""Settings of the kernel benchmarks: plain frozen dataclasses, for the command line here and for the harness's."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
+
+SYNTHETIC = "synthetic"
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+DENSE = ("fa2", "cudnn", "flashinfer")
+"""Dense kernels: SDPA's FlashAttention 2 and cuDNN, and FlashInfer's FlashAttention 3 where it can be imported."""
+BLOCK = 128
+
+
+class BenchError(ValueError):
+    """A setting that cannot be used, or a machine that cannot run the benchmark.
+
+    Args:
+        field: name of the setting.
+        value: what was given.
+        allowed: what would have been accepted, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__(f"{field}={value!r}: {allowed}")
+
+
+class WrongResult(RuntimeError):
+    """A kernel does not compute what it should."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What every benchmark is told.
+
+    Args:
+        lengths: prompt lengths in tokens.
+        repeats: least number of timed rounds; fast calls get more.
+        seed: seed of the synthetic inputs.
+        out: CSV file to append to; None = results/<device>/benchmarks.csv.
+        commit: commit of the measured code; None = that of the checkout this package lies in.
+    """
+
+    lengths: tuple[int, ...] = LENGTHS
+    repeats: int = 5
+    seed: int = 0
+    out: str | None = None
+    commit: str | None = None
+
+    def validate(self) -> None:
+        """Raise BenchError on the first value that cannot be used."""
+        require_each("lengths", self.lengths, lambda n: n >= BLOCK, f"token counts of at least {BLOCK}")
+        require(self.repeats >= 1, "repeats", self.repeats, "an integer of at least 1")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "an integer from 0 to 2^32 - 1")
+        if self.out is not None:
+            require(self.out.endswith(".csv"), "out", self.out, "a file that ends in .csv, or null")
+
+
+@dataclass(frozen=True)
+class KernelBench(BenchSettings):
+    """The attention kernels alone, on lists that are made beforehand.
+
+    Args:
+        variants: dense kernels; ``osk`` (the best backend), ``osk_triton`` (plain Triton) and ``logical_triton``
+            (walks every causal block and tests a mask, in the same language).
+        budgets: shares of the causal blocks, for jumping against logical skipping.
+        stride: of the proxy that orders the lists.
+        skip_lengths: lengths at which the cost of a skipped block is measured.
+    """
+
+    variants: tuple[str, ...] = (*DENSE, "osk", "osk_triton", "logical_triton")
+    budgets: tuple[float, ...] = (0.25, 0.5, 0.75)
+    stride: int = 8
+    skip_lengths: tuple[int, ...] = (32768,)
+
+    def validate(self) -> None:
+        """Raise BenchError on the first value that cannot be used."""
+        super().validate()
+        require_variants(self.variants, (*DENSE, "osk", "osk_triton", "logical_triton"))
+        require_shares("budgets", self.budgets)
+        require(1 <= self.stride <= BLOCK, "stride", self.stride, f"1 to {BLOCK}")
+        long_enough = f"token counts of at least {2 * BLOCK}"
+        require_each("skip_lengths", self.skip_lengths, lambda n: n >= 2 * BLOCK, long_enough, empty=True)
+
+
+@dataclass(frozen=True)
+class AttentionBench(BenchSettings):
+    """The whole attention call of CoSA (proxy, selection, kernel) and its stages apart.
+
+    Args:
+        inputs: ``synthetic`` (the 8B shape), or a safetensors file of captured Q, K and V, whose length then counts.
+        variants: dense kernels, and ``cosa``.
+        budgets: Stage-1 shares of the causal blocks, vote off.
+        strides: of the proxy; the first is that of everything but ``budgets``.
+        stage1, target: the operating point: Stage-1 share, and the realized block budget that the vote is tuned to.
+        sigmas: spread of the synthetic inputs' blocks at the operating point, in logits.
+        top_p: Top-p thresholds on captured inputs.
+        skip_scales: skip scales (capital delta) on captured inputs, each with every Top-p threshold.
+    """
+
+    inputs: str = SYNTHETIC
+    variants: tuple[str, ...] = (*DENSE, "cosa")
+    budgets: tuple[float, ...] = (0.2, 0.36)
+    strides: tuple[int, ...] = (8, 16)
+    stage1: float = 0.29
+    target: float = 0.2
+    sigmas: tuple[float, ...] = (1.0, 2.0)
+    top_p: tuple[float, ...] = (0.9, 0.95, 0.98)
+    skip_scales: tuple[float, ...] = (500.0, 2000.0)
+
+    def validate(self) -> None:
+        """Raise BenchError on the first value that cannot be used; a file of inputs must exist."""
+        super().validate()
+        require_variants(self.variants, (*DENSE, "cosa"))
+        require_shares("budgets", self.budgets)
+        require_each("strides", self.strides, lambda s: 1 <= s <= BLOCK, f"strides from 1 to {BLOCK}")
+        require(0 < self.stage1 <= 1, "stage1", self.stage1, "above 0, at most 1")
+        require(0 < self.target < self.stage1, "target", self.target, f"above 0 and below stage1={self.stage1:g}")
+        require_each("sigmas", self.sigmas, _positive, "positive numbers", empty=True)
+        require_shares("top_p", self.top_p, empty=True)
+        require_each("skip_scales", self.skip_scales, _positive, "positive numbers", empty=True)
+        if self.inputs != SYNTHETIC:
+            require(Path(self.inputs).is_file(), "inputs", self.inputs, "synthetic, or an existing .safetensors file")
+
+
+BENCHES: dict[str, type[KernelBench] | type[AttentionBench]] = {"kernel": KernelBench, "attention": AttentionBench}
+
+
+def require(ok: bool, field: str, value: object, allowed: str) -> None:
+    """Raise BenchError unless ``ok``."""
+    if not ok:
+        raise BenchError(field, value, allowed)
+
+
+def require_each(
+    field: str, values: Iterable[N], good: Callable[[N], bool], allowed: str, *, empty: bool = False
+) -> None:
+    """Every value passes ``good``, none is given twice, and there is one unless ``empty``."""
+    values = list(values)
+    fine = (empty or values) and len(set(values)) == len(values) and all(good(value) for value in values)
+    require(bool(fine), field, values, f"{allowed}, each once")
+
+
+def _positive(x: float) -> bool:
+    return math.isfinite(x) and x > 0
+
+
+def require_shares(field: str, values: Iterable[float], *, empty: bool = False) -> None:
+    """Every value is above 0 and at most 1."""
+    require_each(field, values, lambda share: 0 < share <= 1, "numbers above 0, at most 1", empty=empty)
+
+
+def require_variants(values: Iterable[str], known: tuple[str, ...], base: str = "fa2") -> None:
+    """Every variant is known, and the baseline is among them."""
+    values = list(values)
+    for value in values:
+        close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        require(value in known, "variants", value, f"{hint}known: {', '.join(known)}")
+    require(base in values, "variants", values, f"must hold {base}: speedups are measured over it")
+    require(len(set(values)) == len(values), "variants", values, "each variant once")

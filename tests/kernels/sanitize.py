@@ -1,0 +1,100 @@
+"""Small cases of every GPU kernel for Compute Sanitizer, and a control that says what its race checker cannot follow.
+
+    compute-sanitizer --tool memcheck  python tests/kernels/sanitize.py
+    compute-sanitizer --tool synccheck python tests/kernels/sanitize.py
+    compute-sanitizer --tool racecheck python tests/kernels/sanitize.py triton
+    compute-sanitizer --tool racecheck python tests/kernels/sanitize.py control
+    compute-sanitizer --tool racecheck python tests/kernels/sanitize.py hopper
+
+Plain Triton must come out clean. The control is a kernel of two partitions that hand one value after another through
+shared memory, ordered by mbarriers alone as the memory model allows; what the race checker reports there (the
+hand-over of arguments to a partition, and reads ordered by an mbarrier) it also reports of the Hopper kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from prefill_kernels import PagedKV, block_attention, kap_scores, select_blocks
+from prefill_kernels.triton_osk import block_mask, logical_skip_attention
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+SHAPES = ((4, 2, 128, 640, 128), (2, 1, 64, 300, 16))
+"""Query heads, KV heads, head_dim, tokens, page."""
+
+
+@gluon.jit
+def _writer(ring, full, free, steps, first):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    for i in range(steps):
+        mbarrier.wait(free.index(i % 2), ((i // 2) & 1) ^ 1)
+        ring.index(i % 2).store(gl.full([8], first + i, gl.int32, layout))
+        mbarrier.arrive(full.index(i % 2), count=1)
+
+
+@gluon.jit
+def _reader(ring, full, free, steps, out):
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    total = gl.full([8], 0, gl.int32, layout)
+    for i in range(steps):
+        mbarrier.wait(full.index(i % 2), (i // 2) & 1)
+        total += ring.index(i % 2).load(layout)
+        mbarrier.arrive(free.index(i % 2), count=1)
+    gl.store(out + gl.arange(0, 8, layout), total)
+
+
+@gluon.jit
+def control_kernel(out, steps, first):
+    """Sum of ``first .. first + steps - 1``, sent from one partition to the other."""
+    ring = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(2):
+        mbarrier.init(full.index(j), count=1)
+        mbarrier.init(free.index(j), count=1)
+    gl.warp_specialize(
+        [(_reader, (ring, full, free, steps, out)), (_writer, (ring, full, free, steps, first))], [4], [64]
+    )
+
+
+def control() -> None:
+    """Run the control and check its sum, so that a report of it is known to be wrong."""
+    out = torch.empty(8, dtype=torch.int32, device="cuda")
+    control_kernel[(1,)](out, 20, 7, num_warps=4)
+    assert out.tolist() == [sum(range(7, 27))] * 8
+    print("control: every value arrived")
+
+
+def kernels(backend: str) -> None:
+    """Proxy, selection and attention without and with skipping."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    for heads, kv_heads, dim, tokens, page in SHAPES:
+        scale = dim**-0.5
+        q = torch.randn(1, heads, tokens, dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+        pages = -(-tokens // page)
+        k = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+        v = torch.randn(k.shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        q[..., 0] = 4
+        k[..., 0] = torch.randn(pages, 1, kv_heads, device="cuda", generator=generator) * 2 * dim**0.5 / 4
+        places = torch.randperm(pages, device="cuda", generator=generator).int()
+        kv = PagedKV(k, v, places[None], tokens)
+        for skip_scale in (-1.0, 0.3 * tokens):
+            scores = kap_scores(q, kv, stride=8, scale=scale, backend="triton")
+            plan = select_blocks(
+                scores, block_size=128, q_offset=0, q_len=tokens, prompt_len=tokens, p=0.98, skip_scale=skip_scale,
+                backend="triton",
+            )  # fmt: skip
+            out, stats = block_attention(q, kv, plan, scale=scale, backend=backend)
+            assert out.isfinite().all()
+            print(backend, dim, tokens, int(stats.visited_blocks.sum()), int(stats.computed_blocks.sum()))
+            if backend == "triton":
+                logical_skip_attention(q, kv, block_mask(plan), plan, scale=scale)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ["control", "triton", "hopper"]:
+        control() if name == "control" else kernels(name)
