@@ -259,7 +259,7 @@ def test_what_does_not_fit_a_model_is_refused_before_it_runs(tmp_path):
     model = small_model("qwen3")
     with pytest.raises(InputError, match="method.table=.*2 layers x 4 query heads for this model .*it has 1 x 4"):
         Session(model, MInference(table=write(tmp_path / "t.yaml", [MIXED])))
-    with pytest.raises(InputError, match="plans from the last queries"):
+    with pytest.raises(InputError, match="plans from the whole prompt"):
         Session(model, MInference(), chunk_size=128)
 
 
