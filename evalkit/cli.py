@@ -56,10 +56,13 @@ def _other(arguments: list[str]) -> int:
         if options.bench is not None:
             return _report_bench(options)
         if not options.directories:
-            _parser().error("the following arguments are required: DIR, or --bench [FILE]")
+            _parser().error("the following arguments are required: DIR (before --html), or --bench [FILE]")
         from .report import write_report
 
-        write_report(options.directories, options.out, formats=tuple(options.format))
+        html = options.html
+        if html == "":
+            html = (options.out or options.directories[0]) / "report.html"
+        write_report(options.directories, options.out, formats=tuple(options.format), html=html)
         return 0
     if options.command == "methods":
         from .methods.catalog import print_methods
@@ -73,6 +76,8 @@ def _other(arguments: list[str]) -> int:
 def _report_bench(options: argparse.Namespace) -> int:
     if options.directories:
         raise InputError("bench", options.bench, "a benchmark file or results directories, one of the two")
+    if options.html is not None:
+        raise InputError("html", options.html, "the page shows finished cells, not benchmarks")
     from .report.bench import write_benchmarks
 
     write_benchmarks(options.bench or None, options.out, formats=tuple(options.format))
@@ -102,7 +107,15 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAME[,NAME]",
-        help="only these: markdown, csv, latex, png, svg, html (default: all); for --bench markdown, png, svg",
+        help="only these: markdown, csv, latex, png, svg, pdf, html (default: all); for --bench markdown, png, svg",
+    )
+    report.add_argument(
+        "--html",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="FILE",
+        help="the interactive page, to FILE (default: report.html in the place of --out), and only what --format names",
     )
     status = commands.add_parser("status", help="done, failed and partial cells of result directories")
     _directories(status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from rich.console import Console
 
 from ..errors import InputError, near_matches
 from . import pareto, table
-from .load import load
-from .page import page
+from .load import Loaded, load
+from .page import build, page
 from .rows import Rows, build_rows
 
 FILES = {
@@ -21,6 +21,7 @@ FILES = {
     "latex": "report.tex",
     "png": "pareto.png",
     "svg": "pareto.svg",
+    "pdf": "pareto.pdf",
     "html": "report.html",
 }
 ALIASES = {"md": "markdown", "tex": "latex"}
@@ -37,6 +38,7 @@ class ReportPaths:
     latex: Path | None = None
     png: Path | None = None
     svg: Path | None = None
+    pdf: Path | None = None
     html: Path | None = None
 
 
@@ -45,6 +47,7 @@ def write_report(
     out: str | Path | None = None,
     *,
     formats: Sequence[str] = (),
+    html: str | Path | None = None,
     console: Console | None = None,
 ) -> ReportPaths:
     """Print the table of some results directories and write it, with the plot, to files.
@@ -52,7 +55,8 @@ def write_report(
     Args:
         directories: results directories of runs.
         out: where to write; ``None`` = the first directory.
-        formats: keys of :data:`FILES` (or ``md``, ``tex``); empty = all.
+        formats: keys of :data:`FILES` (or ``md``, ``tex``); empty = all, or with ``html`` nothing else.
+        html: write the page to this file.
         console: where to print.
 
     Returns:
@@ -64,12 +68,16 @@ def write_report(
         StoreError: a cell is damaged, or a pair did not see the same samples and prompts.
     """
     given = [Path(item) for item in directories]
-    wanted = _formats(formats)
-    rows = build_rows(load(given))
+    wanted = _formats([*formats, "html"] if html is not None else formats)
+    loaded = load(given)
+    rows = build_rows(loaded)
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else TERMINAL_WIDTH)
     table.print_rows(rows, console)
     target = Path(out) if out is not None else given[0]
-    paths = _write(rows, target, wanted)
+    files = {name: target / FILES[name] for name in wanted}
+    if html is not None:
+        files["html"] = _page_file(Path(html))
+    paths = _write(rows, loaded, files)
     for name in wanted:
         path = getattr(paths, name)
         if path is not None:
@@ -85,26 +93,33 @@ def _formats(names: Sequence[str]) -> list[str]:
     return [name for name in FILES if name in found or not found]
 
 
-def _write(rows: Rows, target: Path, wanted: Sequence[str]) -> ReportPaths:
-    figure = pareto.draw(rows) if {"png", "svg", "html"} & set(wanted) else None
-    svg = None if figure is None else pareto.render(figure, "svg")
+def _page_file(file: Path) -> Path:
+    if file.is_dir():
+        raise InputError("html", str(file), "must be a file; results directories come first: evalkit report DIR --html")
+    return file
+
+
+def _write(rows: Rows, loaded: Loaded, files: Mapping[str, Path]) -> ReportPaths:
+    figure = pareto.draw(rows) if {"png", "svg", "pdf"} & set(files) else None
     makers: dict[str, Callable[[], str | bytes | None]] = {
         "markdown": lambda: table.markdown(rows),
         "csv": lambda: table.csv(rows),
         "latex": lambda: table.latex(rows),
-        "png": lambda: None if figure is None else pareto.render(figure, "png"),
-        "svg": lambda: svg,
-        "html": lambda: page(rows, None if svg is None else svg.decode()),
+        "html": lambda: page(build(loaded, rows)),
     }
     paths: dict[str, Path] = {}
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for name in wanted:
+    for name, path in files.items():
+        if name in makers:
             content = makers[name]()
-            if content is None:
-                continue
-            paths[name] = target / FILES[name]
-            paths[name].write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as exc:
-        raise InputError("out", str(target), f"must be a directory that can be written to ({exc.strerror})") from None
+        else:
+            content = None if figure is None else pareto.render(figure, name)
+        if content is None:
+            continue
+        paths[name] = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        except OSError as exc:
+            field = "html" if path.name != FILES[name] else "out"
+            raise InputError(field, str(path), f"must be a place that can be written to ({exc.strerror})") from None
     return ReportPaths(**paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ class Loaded:
         cells: finished cells.
         twins: dense twin by the key of a sparse cell.
         notes: what was left out, one line each.
+        unfinished: cells that failed or were not run to their end.
     """
 
     cells: list[CellResult]
     twins: dict[str, CellResult]
     notes: list[str]
+    unfinished: list[CellResult] = field(default_factory=list)
 
 
 def load(directories: Iterable[str | Path]) -> Loaded:
@@ -54,7 +56,7 @@ def load(directories: Iterable[str | Path]) -> Loaded:
     for cell in finished:
         if cell.key in twins:
             check_pair(cell, twins[cell.key])
-    return Loaded(finished, twins, notes)
+    return Loaded(finished, twins, notes, [cell for cell in found if not cell.done])
 
 
 def _left_out(cell: CellResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,17 +15,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from .palette import DENSE, FRONTIER, Style, styles
 from .rows import METRICS, Row, Rows
 
 PLOTTED = ("accuracy", "first_token", "perplexity", "kl")
 
-# Okabe and Ito's palette without black (dense) and yellow (vanishes on white), then three of Tol's. As the two cycles
-# differ in length, colour and marker together tell many more series apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 TITLE_WIDTH = 54
+BOUNDS = ("oracle_topk", "random")
+"""Methods that bound what a selection can reach: plotted, but on no frontier."""
 BARS = "bars: 95 % interval of the paired difference to dense; for KL, of the value"
-GREY, DENSE = "#8a8a8a", "#1a1a1a"
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -41,6 +39,7 @@ STYLE: Any = {
     "grid.linewidth": 0.7,
     "legend.frameon": False,
     "svg.hashsalt": "evalkit",
+    "pdf.fonttype": 42,  # embedded as outlines that publishers accept, not as bitmaps
 }
 
 
@@ -77,6 +76,11 @@ def panels(rows: Rows) -> list[Panel]:
     return found
 
 
+def is_bound(series: str) -> bool:
+    """Whether a series belongs to one of :data:`BOUNDS`."""
+    return series.partition(",")[0] in BOUNDS
+
+
 def frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[tuple[float, float]]:
     """Points that no other beats: none has a budget as low and a value as good, and one of the two better.
 
@@ -101,7 +105,7 @@ def draw(rows: Rows) -> Figure | None:
     found = panels(rows)
     if not found:
         return None
-    series = sorted({row.series for panel in found for row in panel.rows if not row.dense})
+    drawn = styles(row.series for panel in found for row in panel.rows if not row.dense)
     columns = 2 if len(found) == 4 else min(len(found), 3)
     lines = math.ceil(len(found) / columns)
     with rc_context(STYLE):
@@ -109,7 +113,7 @@ def draw(rows: Rows) -> Figure | None:
         FigureCanvasAgg(figure)
         axes = figure.subplots(lines, columns, squeeze=False).flatten()
         for axis, panel in zip(axes, found, strict=False):
-            _draw_panel(axis, panel, series)
+            _draw_panel(axis, panel, drawn)
         for axis in axes[len(found) :]:
             axis.set_visible(False)
         handles: dict[str, Any] = {}
@@ -127,24 +131,26 @@ def draw(rows: Rows) -> Figure | None:
     return figure
 
 
-def _draw_panel(axis: Axes, panel: Panel, series: Sequence[str]) -> None:
+def _draw_panel(axis: Axes, panel: Panel, drawn: Mapping[str, Style]) -> None:
     metric = METRICS[panel.metric]
     dense = [row for row in panel.rows if row.dense]
     sparse = [row for row in panel.rows if not row.dense]
     points = [(row.B, row.value) for row in panel.rows]
     if not dense:  # KL is not stored for dense; it is zero by definition
         points.append((100.0, 0.0))
-    line = frontier(points, higher_is_better=metric.higher_is_better)
-    axis.plot(*zip(*line, strict=True), color=GREY, linewidth=1.3, zorder=2, label="frontier", drawstyle="steps-post")
+    reached = [(row.B, row.value) for row in panel.rows if not is_bound(row.series)] + points[len(panel.rows) :]
+    line = frontier(reached, higher_is_better=metric.higher_is_better)
+    axis.plot(
+        *zip(*line, strict=True), color=FRONTIER, linewidth=1.3, zorder=2, label="frontier", drawstyle="steps-post"
+    )
     level = dense[0].value if dense else 0.0
     axis.axhline(level, color=DENSE, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     star: Any = {"marker": "*", "markersize": 12, "linestyle": "none", "clip_on": False}
     axis.plot([100.0], [level], color=DENSE, zorder=5, label="dense", **star)
-    for name in series:
+    for name, style in drawn.items():
         chosen = [row for row in sparse if row.series == name]
         if chosen:
-            at = series.index(name)
-            _draw_series(axis, chosen, name, COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)])
+            _draw_series(axis, chosen, name, style)
     _limits(axis, points, panel.metric)
     axis.set_title(panel.title, loc="left")
     axis.set_xlabel("realized budget B (% of dense)")
@@ -153,20 +159,21 @@ def _draw_panel(axis: Axes, panel: Panel, series: Sequence[str]) -> None:
     axis.set_ylabel(f"{metric.name} ({unit}{better} is better)")
 
 
-def _draw_series(axis: Axes, rows: Sequence[Row], name: str, colour: str, marker: str) -> None:
+def _draw_series(axis: Axes, rows: Sequence[Row], name: str, style: Style) -> None:
     below, above = zip(*(_reach(row) for row in rows), strict=True)
     axis.errorbar(
         [row.B for row in rows],
         [row.value for row in rows],
         yerr=[below, above],
-        fmt=marker,
-        color=colour,
-        markersize=6,
-        markeredgecolor="white",
-        markeredgewidth=0.5,
+        fmt=style.marker,
+        color=style.colour,
+        markersize=6 if style.filled else 5.5,
+        markerfacecolor=style.colour if style.filled else "white",
+        markeredgecolor="white" if style.filled else style.colour,
+        markeredgewidth=0.5 if style.filled else 1.4,
         elinewidth=1.0,
         capsize=2,
-        ecolor=(colour, 0.45),
+        ecolor=(style.colour, 0.45),
         zorder=4,
         label=name,
     )
@@ -201,10 +208,11 @@ def render(figure: Figure, kind: str) -> bytes:
 
     Args:
         figure: from :func:`draw`.
-        kind: ``png`` or ``svg``.
+        kind: ``png``, ``svg`` or ``pdf``.
     """
+    # Without a date the same numbers give the same file.
+    dateless: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
     with rc_context(STYLE):
-        # Without a date the same numbers give the same file.
-        figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(buffer, format=kind, dpi=160, metadata=dateless.get(kind))
     return buffer.getvalue()

@@ -16,19 +16,22 @@ def provenance(cells: Sequence[CellResult]) -> list[str]:
     """
     environments: dict[str, int] = {}
     for cell in cells:
-        text = _environment(cell)
+        text = environment(cell)
         environments[text] = environments.get(text, 0) + 1
     lines = [f"{count} {'cell' if count == 1 else 'cells'}: {text}" for text, count in environments.items()]
-    commands = {shlex.join(["evalkit", "run", *_settings(cell)]) for cell in cells if cell.overrides}
-    return lines + [f"`{command}`" for command in sorted(commands)]
+    commands = {command(cell) for cell in cells if cell.overrides}
+    return lines + [f"`{text}`" for text in sorted(commands)]
 
 
-def _settings(cell: CellResult) -> list[str]:
+def command(cell: CellResult) -> str:
+    """The command that makes ``cell`` again; empty where its overrides were not stored."""
     # Where results were kept is no part of how they were made.
-    return [item for item in cell.overrides if not item.startswith("out=")]
+    settings = [item for item in cell.overrides if not item.startswith("out=")]
+    return shlex.join(["evalkit", "run", *settings]) if settings else ""
 
 
-def _environment(cell: CellResult) -> str:
+def environment(cell: CellResult) -> str:
+    """Device, machine, number format, versions and commit, in one line."""
     run = cell.config.get("provenance", {})
     device = cell.identity["device"]
     machine = run.get("machine") or device.get("name", "?")

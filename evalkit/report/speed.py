@@ -13,14 +13,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from .bench import Benchmarks, Point, by_setting
-from .pareto import COLOURS, DENSE, MARKERS, STYLE, render
+from .palette import COLOURS, DENSE, MARKERS
+from .pareto import STYLE, render
 
 __all__ = ["figures", "render"]
 
 METHODS = (
-    "cuDNN",
-    "FlashInfer (FA3)",
     "CoSA, stride 8",
+    "FlashInfer (FA3)",
+    "cuDNN",
     "CoSA, stride 16",
     "CoSA, operating point, sigma 1",
     "CoSA, operating point, sigma 2",
@@ -30,7 +31,8 @@ METHODS = (
     "CoSA in the harness",
     "dense in the harness",
 )
-"""Methods with a colour and marker of their own, the same in every figure. FA2 is the black dashed line."""
+"""Methods with a colour and marker of their own, the same in every figure; CoSA looks as in the Pareto plots. FA2 is
+the black dashed line."""
 NAMES = {
     "fa2": "FA2",
     "cudnn": "cuDNN",

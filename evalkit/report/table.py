@@ -58,7 +58,18 @@ def _metric(row: Row) -> str:
     return f"{row.subtask}: {name}" if row.subtask else name
 
 
-def _difference(row: Row) -> str:
+def value_text(row: Row) -> str:
+    """The row's number with its metric's decimals."""
+    return number(row.value, _digits(row))
+
+
+def interval_text(row: Row) -> str:
+    """The number's interval."""
+    return _interval(row.low, row.high, _digits(row))
+
+
+def difference_text(row: Row) -> str:
+    """The paired difference to dense and its interval."""
     if row.difference is None:
         return DASH
     interval = _interval(row.difference_low, row.difference_high, _digits(row), sign=True)
@@ -68,10 +79,10 @@ def _difference(row: Row) -> str:
 COLUMNS = (
     Column("method", lambda row: row.marked_method, True),
     Column("metric", _metric, True),
-    Column("value", lambda row: number(row.value, _digits(row))),
+    Column("value", value_text),
     Column("n", lambda row: str(row.n)),
-    Column("95 % interval", lambda row: _interval(row.low, row.high, _digits(row))),
-    Column("to dense (95 %)", _difference),
+    Column("95 % interval", interval_text),
+    Column("to dense (95 %)", difference_text),
     Column("B %", lambda row: number(row.B, 1)),
     Column("B_stage1 %", lambda row: number(row.B_stage1, 1)),
     Column("B_cost %", lambda row: number(row.B_cost, 1)),

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from evalkit.store import CellStore
+from evalkit.store import CellResult, CellStore, cell_key, twin_key
 
 LAYERS, HEADS = 3, 2
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>&lt;\u2028<!--"
+"""Ends a script, starts others, and sets what a test can see."""
 VERSIONS = {"torch": "2", "code": "abc"}
 
 
@@ -212,3 +214,59 @@ def edit_meta(cell: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with contextlib.suppress(KeyError):
         change(meta)
     (cell / "cell.json").write_text(json.dumps(meta))
+
+
+def cell_results(number: int, *, group: int = 500, samples: int = 2, hostile: str = "") -> list[CellResult]:
+    """Many finished cells in memory, no store behind them: groups of one dense and ``group - 1`` sparse cells each.
+
+    Args:
+        number: cells.
+        group: cells that share samples.
+        samples: records a cell.
+        hostile: put into the labels that a user can choose.
+    """
+    rng = np.random.default_rng(0)
+    base, _ = record("perplexity", 2048, 0, {"nll": 1.0, "tokens": 512}, share=0.5)
+    found = []
+    for at in range(number):
+        length = 2048 * (1 + at // group)
+        place = at % group
+        settings = config("dense" if place == 0 else ("cosa", "xattention", "minference")[place % 3], length=length)
+        share = 1.0 if place == 0 else 0.1 + 0.85 * place / group
+        if place:
+            settings["method"]["select"]["p"] = place / group
+        settings["model"]["name"] = f"tiny{hostile}"
+        made = identity(settings)
+        records = []
+        for index in range(samples):
+            damage = 0.0 if place == 0 else 0.3 * (1 - share) ** 2 + float(rng.normal(0, 0.002))
+            digest = hashlib.sha256(f"{length}/{index}".encode()).hexdigest()
+            budget = {**base["budget"], "B": share, "B_stage1": share, "B_cost": min(1.0, share + 0.01)}
+            records.append(
+                {
+                    **base,
+                    "length": length,
+                    "index": index,
+                    "metrics": {"nll": 512 * (2.7 + 0.1 * index + damage), "tokens": 512, "kl": abs(damage)},
+                    "prompt": {"sha256": digest, "tokens": length},
+                    "budget": budget,
+                    "seconds": {"prefill": 0.02 + 0.1 * share, "total": 0.2},
+                }
+            )
+        key = cell_key(made)
+        found.append(
+            CellResult(
+                path=Path("/nonexistent") / key,
+                key=key,
+                twin=twin_key(made),
+                label=label(settings) + hostile,
+                status="done",
+                live=False,
+                overrides=(*overrides(settings), *([f"method.note={hostile}"] if hostile else [])),
+                config=settings,
+                identity=made,
+                expected_samples=samples,
+                records=tuple(records),
+            )
+        )
+    return found

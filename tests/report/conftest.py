@@ -38,6 +38,12 @@ def cells(tmp_path) -> CellFactory:
     return CellFactory(tmp_path / "runs")
 
 
+@pytest.fixture(scope="session")
+def cell_factory() -> type[CellFactory]:
+    """For fixtures that live longer than a test."""
+    return CellFactory
+
+
 @pytest.fixture
 def console() -> Console:
     return Console(file=io.StringIO(), width=140, highlight=False)

@@ -6,6 +6,7 @@ from matplotlib.colors import to_hex
 
 from evalkit.report import pareto
 from evalkit.report.load import load
+from evalkit.report.palette import STYLES
 from evalkit.report.rows import build_rows
 
 
@@ -110,6 +111,28 @@ def test_a_series_keeps_its_colour_across_panels(cells):
     assert len({next(iter(found)) for found in colours.values()}) == 3
 
 
+def test_a_series_has_the_style_of_the_palette(cells):
+    cells.demo()
+    _, _, axes = drawn(cells)
+    for axis in axes:
+        for container in axis.containers:
+            style, points = STYLES[container.get_label()], container.lines[0]
+            assert to_hex(points.get_color()) == style.colour.lower() and points.get_marker() == style.marker
+            assert (to_hex(points.get_markerfacecolor()) == style.colour.lower()) == style.filled
+
+
+def test_a_bound_is_drawn_but_on_no_frontier(cells):
+    cells.perplexity("dense")
+    cells.perplexity("cosa", p=0.9, damage=0.1, share=0.4)
+    cells.perplexity("oracle_topk", p=0.5, damage=0.05, share=0.2)
+    rows, _, axes = drawn(cells)
+    for axis, panel in zip(axes, pareto.panels(rows), strict=True):
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+        (bound,) = [[row.B, row.value] for row in panel.rows if row.series == "oracle_topk"]
+        assert len(lines["frontier"]) == 2 and bound not in lines["frontier"]
+        assert "oracle_topk" in {container.get_label() for container in axis.containers}
+
+
 def test_titles_stay_inside_the_figure(cells):
     names = {f"niah_multikey_{i}": [1.0, 0.0] for i in (1, 2)}
     cells.ruler("dense", names, model="a-model-with-a-long-name-" * 2)
@@ -120,10 +143,10 @@ def test_titles_stay_inside_the_figure(cells):
         assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_same_numbers_give_the_same_file(cells, kind):
     cells.demo()
     rows = rows_of(cells)
     first, second = (pareto.render(pareto.draw(rows), kind) for _ in range(2))
     assert first == second
-    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[kind])
+    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import html.parser
 import math
 
 import numpy as np
@@ -8,8 +7,9 @@ import pandas as pd
 import pytest
 import synthetic
 
+from evalkit.cli import main
 from evalkit.errors import EvalkitError, InputError
-from evalkit.report import FILES, table, write_report
+from evalkit.report import FILES, ReportPaths, table, write_report
 from evalkit.report.load import load
 from evalkit.report.rows import build_rows
 
@@ -31,8 +31,8 @@ def test_out_is_the_first_directory_by_default(cells, console):
     cells.perplexity("dense")
     paths = write_report([cells.out], console=console)
     assert paths.csv == cells.out / "report.csv"
-    assert paths.png is None and paths.svg is None, "nothing to compare"
-    assert paths.html is not None and "<svg" not in paths.html.read_text()
+    assert paths.png is None and paths.svg is None and paths.pdf is None, "nothing to compare"
+    assert paths.html is not None
 
 
 @pytest.mark.parametrize(
@@ -103,29 +103,30 @@ def test_latex_escapes_and_balances(cells, console):
     assert {line.count(" & ") for line in body if line.rstrip().endswith(r"\\")} == {len(table.COLUMNS) - 1}
 
 
-class Links(html.parser.HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.found, self.tags = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "srcset", "data") and not value.startswith("#"):
-                self.found.append(value)
-
-
-def test_page_needs_nothing_else_and_escapes(cells, console):
+def test_html_alone_writes_the_page_and_nothing_else(cells, console, tmp_path):
     cells.demo()
-    records = list(synthetic.perplexity_records(share=0.4))
-    records[0][0]["warnings"] = ["<script>alert(1)</script>"]
-    synthetic.write_cell(cells.out, synthetic.config(p=0.5), iter(records))
-    text = write_report([cells.out], formats=["html"], console=console).html.read_text()
-    links = Links()
-    links.feed(text)
-    assert not links.found and "script" not in links.tags and "link" not in links.tags and "svg" in links.tags
-    assert "@import" not in text and "<?xml" not in text and "&lt;script&gt;" in text
-    assert links.tags.count("table") == 3
+    file = tmp_path / "pages" / "demo.html"
+    paths = write_report([cells.out], html=file, console=console)
+    assert paths == ReportPaths(html=file) and file.read_text().startswith("<!doctype html>")
+    assert [path.name for path in cells.out.iterdir()] == ["cells"]
+    paths = write_report([cells.out], tmp_path / "out", formats=["csv"], html=file, console=console)
+    assert paths == ReportPaths(csv=tmp_path / "out" / "report.csv", html=file)
+
+
+def test_html_that_is_a_directory(cells, console):
+    cells.perplexity("dense")
+    with pytest.raises(InputError, match="html=.*evalkit report DIR --html"):
+        write_report([cells.out], html=cells.out, console=console)
+
+
+def test_the_command_line_puts_the_page_where_it_is_told(cells, tmp_path, capsys):
+    cells.demo()
+    assert main(["report", str(cells.out), "--html"]) == 0
+    assert main(["report", str(cells.out), "--html", str(tmp_path / "x.html")]) == 0
+    assert (cells.out / "report.html").read_bytes() == (tmp_path / "x.html").read_bytes()
+    assert not (cells.out / "report.md").exists()
+    assert main(["report", "--bench", "--html", str(tmp_path / "y.html")]) == 2
+    assert "html=" in capsys.readouterr().err
 
 
 def test_terminal_shows_columns_that_say_something(cells, console):
