@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 import subprocess
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import prefill_kernels
 import torch
 
-from .config import Cell
+from .config import Cell, PerplexityConfig
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "lm-eval", "numpy")
 NOT_NUMERIC = ("report", "app", "bench", "capture.py", "cli.py", "status.py", "timing.py")
@@ -84,10 +85,14 @@ def cell_identity(
         data: checksums of weights, tokenizer, prompt template and samples.
     """
     settings = cell.as_dict()
-    model = {key: value for key, value in settings["model"].items() if key != "name"}
+    model = {key: value for key, value in settings["model"].items() if key not in ("name", "recommended")}
     execution = {key: value for key, value in settings["execution"].items() if key not in ("device", "backend", "seed")}
     # Paths of local texts are labels: the samples' checksums say what was read.
     task = {key: value for key, value in settings["task"].items() if key != "data"}
+    if not isinstance(cell.task, PerplexityConfig):
+        sampling = cell.task.generation.resolve(cell.model)
+        drawn = {"sampling": "greedy", "seed": None} if sampling is None else {"sampling": asdict(sampling)}
+        task["generation"] = {**task["generation"], **drawn}
     return {
         "model": {
             **model,
