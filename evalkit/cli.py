@@ -57,6 +57,11 @@ def _other(arguments: list[str]) -> int:
             return _report_bench(options)
         if not options.directories:
             _parser().error("the following arguments are required: DIR (before --html), or --bench [FILE]")
+        if options.paper:
+            from .report.paper import write_paper
+
+            write_paper(options.directories, options.out, published=options.published, formats=tuple(options.format))
+            return 0
         from .report import write_report
 
         html = options.html
@@ -68,9 +73,25 @@ def _other(arguments: list[str]) -> int:
         from .methods.catalog import print_methods
 
         return print_methods(only_table_a=options.table_a)
+    if options.command == "validate":
+        return _validate(options.file)
     from .status import print_status
 
     return print_status(options.directories)
+
+
+def _validate(file: Path) -> int:
+    from .benchmarks.longbench_v2.data import SHOWN_PROBLEMS, validate_file
+
+    lines, problems = validate_file(file)
+    if not problems:
+        print("\n".join([f"{file}: valid LongBench-v2 records", *(f"  {line}" for line in lines)]))
+        return 0
+    for problem in problems[:SHOWN_PROBLEMS]:
+        print(f"evalkit: {file}: {problem}", file=sys.stderr)
+    if len(problems) > SHOWN_PROBLEMS:
+        print(f"evalkit: {file}: and {len(problems) - SHOWN_PROBLEMS} more", file=sys.stderr)
+    return 2
 
 
 def _report_bench(options: argparse.Namespace) -> int:
@@ -100,6 +121,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="tables and figures of a benchmark file instead (default: results/h200/benchmarks.csv)",
     )
+    report.add_argument(
+        "--paper",
+        action="store_true",
+        help="Tables 1, 2, 3 and B of the CoSA paper instead, printed numbers beside ours",
+    )
+    report.add_argument(
+        "--published", type=Path, default=None, metavar="DIR", help="the printed numbers (default: results/paper)"
+    )
     report.add_argument("--out", type=Path, default=None, metavar="DIR", help="where to write (default: first DIR)")
     report.add_argument(
         "--format",
@@ -107,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAME[,NAME]",
-        help="only these: markdown, csv, latex, png, svg, pdf, html (default: all); for --bench markdown, png, svg",
+        help="only these: markdown, csv, latex, png, svg, pdf, html (default: all); for --bench markdown, png, svg; "
+        "for --paper markdown, csv, latex",
     )
     report.add_argument(
         "--html",
@@ -117,6 +147,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the interactive page, to FILE (default: report.html in the place of --out), and only what --format names",
     )
+    validate = commands.add_parser("validate", help="check a file of LongBench-v2 records; names every bad one")
+    validate.add_argument("file", type=Path, metavar="FILE", help="a .json list of records, or .jsonl with one a line")
     status = commands.add_parser("status", help="done, failed and partial cells of result directories")
     _directories(status)
     methods = commands.add_parser("methods", help="method presets and what they ask of the kernel that runs them")

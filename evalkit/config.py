@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from .errors import InputError, near_matches
+from .task_settings import GenerationConfig, LongBenchV2Config, Recommended
 
 RULER_NAMES = "evalkit.benchmarks.ruler:TASKS"
-CORPORA = ("essays",)
-CORPUS_SUFFIXES = (".txt", ".json", ".jsonl")
+CORPORA = ("essays", "longbench_v2", "longbench_v2_small")
+CORPUS_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".parquet")  # never taken for a hub id
+WINDOWS = ("disjoint", "first")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ROPE_TYPES = ("none", "yarn")
@@ -134,6 +136,7 @@ class ModelConfig:
         chat: render prompts with the chat template.
         thinking: ``enable_thinking`` of the chat template; ``None`` = the template has no such switch.
         perplexity_bos: perplexity windows begin with BOS.
+        recommended: sampling that the model's card recommends.
     """
 
     name: str
@@ -147,6 +150,7 @@ class ModelConfig:
     chat: bool = True
     thinking: bool | None = None
     perplexity_bos: bool = False
+    recommended: Recommended = field(default_factory=Recommended)
 
     @property
     def max_length(self) -> int:
@@ -188,6 +192,7 @@ class ModelConfig:
                 _require(found, "model.path", self.path, "no such directory")
         _require(self.chat or not self.thinking, "model.thinking", self.thinking, "needs model.chat=true")
         self.rope.validate(self.native_context)
+        self.recommended.validate()
 
 
 # ---------------------------------------------------------------------------------------------------------- tasks
@@ -224,6 +229,7 @@ class RulerConfig:
         limit: samples of each task.
         seed: seed of the samples.
         data: local copies of the texts.
+        generation: how answers are generated; a thinking block lies inside the length, as every output does.
     """
 
     name: str = "ruler"
@@ -232,12 +238,14 @@ class RulerConfig:
     limit: int = 100
     seed: int = 42
     data: DataFiles = field(default_factory=DataFiles)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     @property
     def label(self) -> str:
         """Short name for tables and progress lines."""
         what = self.tasks[0] if len(self.tasks) == 1 else f"{len(self.tasks)} tasks"
-        return f"ruler@{self.length} ({what} x {self.limit})"
+        how = self.generation.label()
+        return f"ruler@{self.length} ({what} x {self.limit}{f', {how}' if how else ''})"
 
     def validate(self) -> None:
         """Raise InputError on the first bad value; unknown task names get near matches."""
@@ -253,6 +261,11 @@ class RulerConfig:
         _at_least("task.limit", self.limit, 1)
         _seed("task.seed", self.seed)
         self.data.validate()
+        self.generation.validate()
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise InputError where the generation settings and the model's do not go together."""
+        self.generation.check(model)
 
 
 @dataclass(frozen=True)
@@ -261,8 +274,14 @@ class PerplexityConfig:
 
     Args:
         name: always ``perplexity``.
-        corpus: ``essays``, a local .txt, .json or .jsonl file, or a hub data set id.
-        text_field: field that holds the text in JSON and hub records.
+        corpus: ``essays``; ``longbench_v2`` or ``longbench_v2_small``, the contexts of that benchmark; a local file
+            (.json, .jsonl and .parquet hold records, any other is one text); or a hub data set id.
+        text_field: field that holds the text in records.
+        subset: configuration of a hub data set, where it has several.
+        split: split of a hub data set.
+        windows: ``disjoint`` cuts documents into consecutive windows of ``length`` tokens; ``first`` takes the first
+            ``length`` tokens of each document, and a shorter document whole.
+        seed: take the documents in a random order of this seed; ``None`` = in their own.
         length: tokens of a window.
         limit: number of windows.
         score: ``last_quarter`` of each window (shows damage best) or ``all`` tokens.
@@ -272,6 +291,10 @@ class PerplexityConfig:
     name: str = "perplexity"
     corpus: str = "essays"
     text_field: str = "text"
+    subset: str | None = None
+    split: str = "test"
+    windows: str = "disjoint"
+    seed: int | None = None
     length: int = 4096
     limit: int = 8
     score: str = "last_quarter"
@@ -288,6 +311,10 @@ class PerplexityConfig:
         _require(self.name == "perplexity", "task.name", self.name, near_matches(self.name, TASK_CONFIGS))
         self._validate_corpus()
         _require(bool(self.text_field), "task.text_field", self.text_field, "must not be empty")
+        _require(bool(self.split), "task.split", self.split, "must not be empty")
+        _choice("task.windows", self.windows, WINDOWS)
+        if self.seed is not None:
+            _seed("task.seed", self.seed)
         _at_least("task.length", self.length, 16)
         _at_least("task.limit", self.limit, 1)
         _choice("task.score", self.score, SCORES)
@@ -298,18 +325,17 @@ class PerplexityConfig:
         path = Path(self.corpus).expanduser()
         if path.is_file() or path.suffix in CORPUS_SUFFIXES or _looks_local(self.corpus):
             _require(path.is_file(), "task.corpus", self.corpus, "no such file")
-            allowed = f"a local corpus must end in {', '.join(CORPUS_SUFFIXES)}"
-            _require(path.suffix in CORPUS_SUFFIXES, "task.corpus", self.corpus, allowed)
             return
         hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", self.corpus) is not None
-        allowed = f"{near_matches(self.corpus, CORPORA)}; or a local file ({', '.join(CORPUS_SUFFIXES)}), or owner/name"
+        allowed = f"{near_matches(self.corpus, CORPORA)}; or a local file, or owner/name of a hub data set"
         _require(hub_id, "task.corpus", self.corpus, allowed)
 
 
-TaskConfig = RulerConfig | PerplexityConfig
-TASK_CONFIGS: dict[str, type[RulerConfig] | type[PerplexityConfig]] = {
+TaskConfig = RulerConfig | PerplexityConfig | LongBenchV2Config
+TASK_CONFIGS: dict[str, type[RulerConfig] | type[PerplexityConfig] | type[LongBenchV2Config]] = {
     "ruler": RulerConfig,
     "perplexity": PerplexityConfig,
+    "longbench_v2": LongBenchV2Config,
 }
 
 
@@ -429,6 +455,8 @@ class Cell:
         self.task.validate()
         self.execution.validate()
         self.model.rope_factor(self.task.length)
+        if not isinstance(self.task, PerplexityConfig):
+            self.task.check(self.model)
         if any(getattr(self.method, name, None) is not None for name in ("calibration", "budget_target")):
             importlib.import_module("evalkit.calibration.resolve").calibrated(self)
         chunk = self.execution.chunk_size

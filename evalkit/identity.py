@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import platform
 import subprocess
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from .assets import sha256_file
 from .calibration.resolve import calibration_digest
-from .config import Cell
+from .config import Cell, PerplexityConfig
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "lm-eval", "numpy")
 NOT_NUMERIC = ("report", "app", "bench", "capture.py", "cli.py", "status.py", "timing.py")
@@ -109,10 +110,14 @@ def cell_identity(
     for dotted, digest in _file_digests(cell).items():
         *path, last = dotted.split(".")
         functools.reduce(lambda node, part: node[part], path, settings["method"])[last] = f"sha256:{digest}"
-    model = {key: value for key, value in settings["model"].items() if key != "name"}
+    model = {key: value for key, value in settings["model"].items() if key not in ("name", "recommended")}
     execution = {key: value for key, value in settings["execution"].items() if key not in ("device", "backend", "seed")}
     # Paths of local texts are labels: the samples' checksums say what was read.
     task = {key: value for key, value in settings["task"].items() if key != "data"}
+    if not isinstance(cell.task, PerplexityConfig):
+        sampling = cell.task.generation.resolve(cell.model)
+        drawn = {"sampling": "greedy", "seed": None} if sampling is None else {"sampling": asdict(sampling)}
+        task["generation"] = {**task["generation"], **drawn}
     return {
         "model": {
             **model,

@@ -19,9 +19,12 @@ from lm_eval.api.model import LM
 
 from .attention import Session
 from .benchmarks import ruler
+from .benchmarks.longbench_v2 import PromptSet
+from .benchmarks.longbench_v2.run import Answerer
 from .benchmarks.perplexity import Windows, ids_sha256
 from .benchmarks.ruler import Sample
 from .errors import IntegrityError
+from .generation import Decoding, generate
 from .methods.dense import Dense
 from .prompts import PromptRenderer
 from .reference import DenseReference, score_window
@@ -67,6 +70,8 @@ class EvalkitLM(LM):
         max_length: longest prompt plus output the model supports, tokens.
         report: called after each sample with (done, record).
         guard: called with each sample's name and token ids before it is run; raises where the method was fitted on it.
+        decoding: how answers are generated.
+        questions: LongBench-v2 prompts, where the cell has them.
     """
 
     def __init__(
@@ -81,16 +86,19 @@ class EvalkitLM(LM):
         max_length: int,
         report: Callable[[int, dict[str, Any]], None],
         guard: Callable[[str, Sequence[int]], None] = lambda name, ids: None,
+        decoding: Decoding = Decoding(),  # noqa: B008 - frozen
+        questions: PromptSet | None = None,
     ) -> None:
         super().__init__()
         self.session, self.store, self.renderer = session, store, renderer
         self.samples, self.windows, self.reference = samples, windows, reference
         self.max_length, self.report, self.guard = max_length, report, guard
+        self.decoding, self.questions = decoding, questions
         self.eos = end_tokens(session)
         self._done = 0
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answer RULER requests greedily."""
+        """Answer RULER and LongBench-v2 requests."""
         return [self._once(request, self._generate) for request in requests]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -101,6 +109,9 @@ class EvalkitLM(LM):
         """Log-likelihood of a continuation: its context is prefilled by the method, its tokens are fed one by one."""
         results = []
         for request in requests:
+            if self._is_question(request.doc):
+                results.append(self._choice(request))
+                continue
             context, continuation = request.args
             ids = self.renderer.encode(context)
             rest = self.renderer.encode(context + continuation)[len(ids) :]
@@ -116,6 +127,17 @@ class EvalkitLM(LM):
             self.session.account()
             results.append((total, greedy))
         return results
+
+    def _is_question(self, doc: Any) -> bool:
+        return self.questions is not None and isinstance(doc, Mapping) and doc.get("task") == self.questions.task
+
+    def _choice(self, request: Instance) -> tuple[float, bool]:
+        """One choice of a question whose four are read after one prefill."""
+        record = self.store.completed.get((request.doc["task"], int(request.doc["length"]), int(request.doc["index"])))
+        if record is None or request.idx == 0:
+            record = self._once(request, self._generate).record
+        value, greedy = record["choices"][request.args[1].strip()]
+        return float(value), bool(greedy)
 
     def _once(self, request: Instance, run: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
         doc = request.doc
@@ -156,26 +178,45 @@ class EvalkitLM(LM):
         return record, account.budget.frame()
 
     def _generate(self, doc: Mapping[str, Any]) -> dict[str, Any]:
+        if self.questions is not None and self._is_question(doc):
+            answer = Answerer(
+                self.session,
+                self.renderer,
+                self.questions,
+                self.decoding,
+                self.eos,
+                self._next_logits,
+                self._fits,
+                guard=self.guard,
+            )
+            return answer(doc)
         sample = self.samples[doc["task"]][int(doc["index"])]
         ids = self.renderer.encode(sample.prompt)
         prompt = self._checked_prompt(sample, ids)
         self.guard(f"{sample.task}[{sample.index}]", ids)
         hidden = self.session.prefill(torch.tensor(ids), keep_from=len(ids) - 1, reserve=sample.max_new_tokens)
         first_token = self._first_token(sample, hidden)
-        output: list[int] = []
-        while True:
-            token = int(self._next_logits(hidden).argmax())
-            if token in self.eos:
-                break
-            output.append(token)
-            if len(output) == sample.max_new_tokens:
-                break
-            hidden = self.session.decode(token)
-        text = self.renderer.tokenizer.decode(output, skip_special_tokens=True)
-        metrics = {"score": ruler.score(sample.metric, text, sample.references)}
+        limit = sample.max_new_tokens - (self.decoding.thinking_tokens or 0)
+        generated = generate(
+            self.session,
+            hidden,
+            next_logits=self._next_logits,
+            pick=self.decoding.picker(sample.task, sample.length, sample.index),
+            limit=limit,
+            eos=self.eos,
+            tokenizer=self.renderer.tokenizer,
+            thinking_tokens=self.decoding.thinking_tokens,
+        )
+        metrics = {"score": ruler.score(sample.metric, generated.text, sample.references)}
         if first_token is not None:
             metrics["first_token"] = first_token
-        return {"metrics": metrics, "output": text, "references": list(sample.references), "prompt": prompt}
+        return {
+            "metrics": metrics,
+            "output": generated.text,
+            "references": list(sample.references),
+            "prompt": prompt,
+            "generation": generated.record(self.decoding, limit),
+        }
 
     def _first_token(self, sample: Sample, hidden: torch.Tensor) -> float | None:
         """Probability, right after prefill, of a first token that begins some reference.
@@ -209,8 +250,7 @@ class EvalkitLM(LM):
 
     def _window(self, doc: Mapping[str, Any]) -> dict[str, Any]:
         assert self.windows is not None
-        ids = self.windows.ids[int(doc["index"])]
-        start = self.windows.score_from
+        ids, start = self.windows.ids[int(doc["index"])], self.windows.starts[int(doc["index"])]
         tokens = torch.tensor(ids)
         sha256 = ids_sha256(ids)
         self._fits(len(ids), doc["task"])

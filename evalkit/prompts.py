@@ -27,6 +27,9 @@ class PromptRenderer:
             (a prefix would close it), ``False`` closes it, ``None`` leaves the template's default. A prompt with an
             answer prefix never thinks, whatever the default: the prefix starts the answer.
 
+    Attributes:
+        switchable: the template has a thinking switch.
+
     Raises:
         InputError: chat without a template, or thinking asked of a model that cannot.
     """
@@ -42,6 +45,7 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self.chat = chat
         self.thinking = thinking
+        self.switchable = switchable
         self._switch = {"enable_thinking": thinking} if switchable and thinking is not None else {}
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._bos: str = getattr(tokenizer, "bos_token", None) or ""

@@ -20,14 +20,16 @@ from prefill_kernels.backends import half_problem, hopper_problem
 from transformers import PreTrainedTokenizerBase
 
 from .attention import Session
-from .benchmarks import ruler
+from .benchmarks import longbench_v2, ruler
 from .benchmarks.docs import perplexity_docs, ruler_docs
+from .benchmarks.longbench_v2.tasks import light_docs
 from .benchmarks.perplexity import Windows, build_windows
 from .calibration.disjoint import Guard
 from .calibration.resolve import calibrated, check_weights
-from .config import Cell, PerplexityConfig, RulerConfig
+from .config import Cell, LongBenchV2Config, PerplexityConfig, RulerConfig
 from .corpora import Corpora
 from .errors import InputError, IntegrityError
+from .generation import Decoding
 from .identity import cell_identity, named_files, provenance
 from .lm import EvalkitLM, ProgressLines
 from .models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
@@ -43,6 +45,7 @@ class Prepared:
     Attributes:
         samples: RULER samples by task.
         windows: perplexity windows.
+        questions: LongBench-v2 prompts.
         specs: lm-eval task configurations, one per (task, length).
         checksums: digests of the samples.
         count: number of samples.
@@ -53,6 +56,7 @@ class Prepared:
     specs: list[dict[str, Any]]
     checksums: dict[str, str]
     count: int
+    questions: longbench_v2.PromptSet | None = None
 
 
 def run_cell(cell: Cell, opened: Callable[[Path], None] = lambda path: None) -> None:
@@ -158,12 +162,26 @@ def prepare(cell: Cell, tokenizer: PreTrainedTokenizerBase, renderer: PromptRend
         windows = build_windows(task, tokenizer, bos=cell.model.perplexity_bos, corpora=Corpora())
         spec = _spec("perplexity/perplexity.yaml", "perplexity", task.length, perplexity_docs(windows))
         return Prepared({}, windows, [spec], {"samples": windows.checksum}, task.limit)
+    if isinstance(task, LongBenchV2Config):
+        questions = longbench_v2.load(task, renderer)
+        yaml = f"longbench_v2/longbench_v2_{task.mode}.yaml"
+        spec = _spec(yaml, questions.task, task.length, light_docs(questions))
+        return Prepared({}, None, [spec], {"samples": questions.checksum}, len(questions), questions)
     assert isinstance(task, RulerConfig)
     corpora = Corpora(task.data.essays, task.data.squad, task.data.hotpotqa)
     samples: dict[str, Sequence[ruler.Sample]] = {}
     specs, checksums = [], {}
     for name in task.tasks:
-        loaded = ruler.load(name, task.length, task.limit, seed=task.seed, renderer=renderer, corpora=corpora)
+        reserve = task.generation.max_new_tokens or ruler.task_spec(name).max_new_tokens
+        loaded = ruler.load(
+            name,
+            task.length,
+            task.limit,
+            seed=task.seed,
+            renderer=renderer,
+            corpora=corpora,
+            max_new_tokens=reserve + (task.generation.thinking_tokens or 0),
+        )
         samples[name] = loaded
         checksums[f"samples/{name}"] = loaded.data_checksum
         specs.append(_spec(f"ruler/{name}.yaml", f"ruler_{name}", task.length, ruler_docs(loaded)))
@@ -204,6 +222,8 @@ def _evaluate(cell: Cell, store: CellStore, resolved: Resolved) -> dict[str, Any
             max_length=cell.model.max_length,
             report=ProgressLines(cell.label, prepared.count),
             guard=Guard(named_files(cell.method).values()),
+            decoding=_decoding(cell),
+            questions=prepared.questions,
         )
         results = lm_eval.simple_evaluate(
             model=lm,
@@ -221,11 +241,20 @@ def _evaluate(cell: Cell, store: CellStore, resolved: Resolved) -> dict[str, Any
     return {"lm_eval": scores, "rope": loaded.rope}
 
 
+def _decoding(cell: Cell) -> Decoding:
+    if isinstance(cell.task, PerplexityConfig):
+        return Decoding()
+    generation = cell.task.generation
+    return Decoding(generation.resolve(cell.model), generation.seed, generation.thinking_tokens)
+
+
 def _plain_metrics(values: dict[str, Any]) -> dict[str, float]:
     return {
         key.split(",")[0]: float(value)
         for key, value in values.items()
-        if isinstance(value, (int, float)) and "stderr" not in key and key.split(",")[0] != "sample_len"
+        # NaN: a category that none of the questions is in.
+        if isinstance(value, (int, float)) and value == value
+        if "stderr" not in key and key.split(",")[0] != "sample_len"
     }
 
 

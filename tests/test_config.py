@@ -11,6 +11,8 @@ from evalkit.app import schema, sweeper
 from evalkit.config import (
     Cell,
     ExecutionConfig,
+    GenerationConfig,
+    LongBenchV2Config,
     ModelConfig,
     PackageRef,
     PerplexityConfig,
@@ -109,11 +111,29 @@ def test_length_beyond_the_native_context_names_the_maximum():
         (PerplexityConfig(corpus="essay"), "task.corpus"),
         (PerplexityConfig(corpus="book.txt"), "task.corpus"),
         (PerplexityConfig(corpus="./book"), "task.corpus"),
-        (PerplexityConfig(corpus=__file__), "task.corpus"),
+        (PerplexityConfig(corpus="folder/book.jsonl"), "task.corpus"),
+        (PerplexityConfig(split=""), "task.split"),
+        (PerplexityConfig(windows="frist"), "task.windows"),
+        (PerplexityConfig(seed=-1), "task.seed"),
         (PerplexityConfig(text_field=""), "task.text_field"),
         (PerplexityConfig(length=8), "task.length"),
         (PerplexityConfig(limit=0), "task.limit"),
         (PerplexityConfig(score="last"), "task.score"),
+        (LongBenchV2Config(mode="two-stage"), "task.mode"),
+        (LongBenchV2Config(data="smal"), "task.data"),
+        (LongBenchV2Config(data="folder/absent.jsonl"), "task.data"),
+        (LongBenchV2Config(data=__file__), "task.data"),
+        (LongBenchV2Config(length=100), "task.length"),
+        (LongBenchV2Config(length=4096, truncate_at=4096), "task.truncate_at"),
+        (LongBenchV2Config(limit=0), "task.limit"),
+        (LongBenchV2Config(seed=-1), "task.seed"),
+        (
+            LongBenchV2Config(mode="loglikelihood", generation=GenerationConfig(max_new_tokens=8)),
+            "task.generation.max_new_tokens",
+        ),
+        (LongBenchV2Config(generation=GenerationConfig(sampling="beam")), "task.generation.sampling"),
+        (RulerConfig(tasks=("vt",), generation=GenerationConfig(seed=-1)), "task.generation.seed"),
+        (RulerConfig(tasks=("vt",), generation=GenerationConfig(thinking_tokens=0)), "task.generation.thinking_tokens"),
         (ExecutionConfig(device="tpu"), "execution.device"),
         (ExecutionConfig(backend="cuda"), "execution.backend"),
         (ExecutionConfig(backend="torhc"), "execution.backend"),
@@ -146,7 +166,7 @@ def test_page_sizes(page_size):
 def test_corpora(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("text")
-    for corpus in ("essays", str(file), "owner/data-set_1.0"):
+    for corpus in ("essays", "longbench_v2", "longbench_v2_small", str(file), __file__, "owner/data-set_1.0"):
         PerplexityConfig(corpus=corpus).validate()
 
 
@@ -263,8 +283,13 @@ def test_method_presets(composed, name):
 
 @pytest.mark.parametrize("name", names("task"))
 def test_task_presets(composed, name):
-    cell = cell_from_config(composed("method=dense", f"task={name}"))
-    assert cell.task.name == name.partition("-")[0]
+    cell = cell_from_config(composed("method=dense", f"task={name}", "model=qwen3-8b"))
+    assert cell.task.name == ("longbench_v2" if name.startswith("longbench-v2") else name.partition("-")[0])
+
+
+@pytest.mark.parametrize("name", ["longbench-v2-small", "perplexity", "ruler", "ruler-quick"])
+def test_task_presets_for_the_embedded_model(composed, name):
+    cell_from_config(composed("method=dense", f"task={name}"))
 
 
 def test_every_method_has_a_preset_of_its_name():

@@ -94,6 +94,7 @@ def test_wheel_holds_every_package_and_no_other_top_level(wheel):
     }
     expected = {
         **{path.relative_to(ROOT): "" for path in (ROOT / "evalkit").rglob("*.py")},
+        **{path.relative_to(ROOT): "" for path in (ROOT / "evalkit").rglob("*.jsonl")},
         **{Path("evalkit") / path.relative_to(ROOT): "" for path in (ROOT / "conf").rglob("*.yaml")},
         **{Path("evalkit") / path.relative_to(ROOT): "" for path in (ROOT / "tasks").rglob("*.yaml")},
         **{path.relative_to(ROOT / "kernels"): "" for path in (ROOT / "kernels").rglob("*.py")},

@@ -26,6 +26,7 @@ from .sweeper import InvalidSweep
 
 GROUPS = ("model", "method", "task")
 TOP_LEVEL = (*GROUPS, "sweep", "execution", "out")
+DRY_RUN = "--dry-run"
 
 HELP = """usage: evalkit run [-m] method=<name> task=<name> [model=<name>] [key=value ...]
        evalkit run -m sweep=<preset> [key=value ...]
@@ -37,6 +38,7 @@ Every cell is validated before the first one runs. A finished cell is not run ag
 
 Common settings: task.length task.limit execution.device execution.backend execution.chunk_size execution.page_size
 execution.seed out
+  --dry-run             list the cells with what they may cost on a GPU, and run nothing
   --cfg job             print the composed config and run nothing
   --config-dir DIR      add a directory with config groups of your own
   --hydra-help          everything else Hydra offers
@@ -53,6 +55,10 @@ def launch_cell(cfg: DictConfig) -> CellOutcome:
         outcome = CellOutcome(" ".join(overrides), "invalid", one_line(exc))
         SESSION.outcomes.append(outcome)
         return outcome
+    if SESSION.dry_run:
+        SESSION.listed([(cell, overrides)])
+        SESSION.estimated([cell])
+        return CellOutcome(cell.label, "done")
     SESSION.starting(cell.label)
     outcome = run_isolated(cell)
     SESSION.ended(outcome)
@@ -94,8 +100,9 @@ def run(argv: Sequence[str]) -> int:
     try:
         schema.register()
         sweeper.register()
-        hydra_argv, cell_overrides = split_arguments(argv)
+        hydra_argv, cell_overrides = split_arguments([item for item in argv if item != DRY_RUN])
         SESSION.reset(cell_overrides)
+        SESSION.dry_run = DRY_RUN in argv
         with arguments("evalkit run", hydra_argv):
             application()
     except KeyboardInterrupt:

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterable
 
+from ..config import Cell
+from . import estimate
 from .isolation import CellOutcome
 
 
@@ -28,6 +30,7 @@ class Session:
             cell_overrides: command-line overrides that go to every cell of a multirun.
         """
         self.cell_overrides = list(cell_overrides)
+        self.dry_run = False
         self.outcomes: list[CellOutcome] = []
         self.total = 0
         self.begun = time.monotonic()
@@ -37,6 +40,17 @@ class Session:
         self.total = total
         if total > 1:
             _say(f"{total} cells")
+
+    def listed(self, cells: Iterable[tuple[Cell, Iterable[str]]]) -> None:
+        """Print the cells that would run, each with the overrides that compose it."""
+        found = list(cells)
+        for number, (cell, overrides) in enumerate(found, start=1):
+            _say(f"[{number:>{len(str(len(found)))}}/{len(found)}] {cell.label}: {' '.join(overrides)}")
+
+    def estimated(self, cells: Iterable[Cell]) -> None:
+        """Print what the cells may cost on a GPU, where that can be told."""
+        for line in estimate.lines(list(cells)):
+            _say(line)
 
     def starting(self, label: str) -> None:
         """Print the line that a cell begins."""

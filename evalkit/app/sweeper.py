@@ -78,8 +78,14 @@ class GridSweeper(Sweeper):
         """
         assert self.config is not None and self.launcher is not None and self.hydra_context is not None
         self._refuse_values_in_preset(arguments)
-        jobs = self._validated(self._expand([*self.params, *SESSION.cell_overrides]))
+        found = self._validated(self._expand([*self.params, *SESSION.cell_overrides]))
+        jobs = [overrides for _, overrides in found]
         SESSION.begin(len(jobs))
+        if SESSION.dry_run:
+            SESSION.listed(found)
+        SESSION.estimated(cell for cell, _ in found)
+        if SESSION.dry_run:
+            return []
         returns = []
         size = self.max_batch_size or len(jobs)
         for first in range(0, len(jobs), size):
@@ -113,8 +119,8 @@ class GridSweeper(Sweeper):
             jobs += BasicSweeper.split_arguments(overrides, None)[0]
         return jobs
 
-    def _validated(self, jobs: list[list[str]]) -> list[list[str]]:
-        kept: dict[str, list[str]] = {}
+    def _validated(self, jobs: list[list[str]]) -> list[tuple[Cell, list[str]]]:
+        kept: dict[str, tuple[Cell, list[str]]] = {}
         errors: list[str] = []
         for number, overrides in enumerate(jobs, start=1):
             try:
@@ -123,7 +129,7 @@ class GridSweeper(Sweeper):
                 errors.append(f"cell {number}/{len(jobs)} [{' '.join(overrides)}]: {explain(exc)}")
                 continue
             settings = {key: value for key, value in cell.as_dict().items() if key != "overrides"}
-            kept.setdefault(json.dumps(settings, sort_keys=True), overrides)
+            kept.setdefault(json.dumps(settings, sort_keys=True), (cell, overrides))
         if errors:
             raise InvalidSweep(errors, len(jobs))
         return list(kept.values())

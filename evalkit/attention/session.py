@@ -117,7 +117,7 @@ class Session:
         self._meter = BudgetMeter(self.layers, self.model.config.num_attention_heads, self.method.block_size)
         self._calls = CallCounts(self.layers)
         self._prompt_len, self._position = length, 0
-        self._decoded = self._forgotten = 0
+        self._decoded = self._decode_calls = self._forgotten = 0
         chunk = self.chunk_size or length
         self._chunks = -(-length // chunk)
         ids = ids.to(device)
@@ -135,8 +135,14 @@ class Session:
     @torch.inference_mode()
     def decode(self, token: int) -> Tensor:
         """Append one token; return its hidden state [1, D]. Decode attention is dense for every method."""
-        self._decoded += 1
-        return self._forward(torch.tensor([token], device=self.model.device), "decode")
+        return self.extend(torch.tensor([token]))
+
+    @torch.inference_mode()
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Append known tokens int64 [n] in one pass; return their hidden states [n, D]. Dense, as decode is."""
+        self._decoded += len(tokens)
+        self._decode_calls += 1
+        return self._forward(tokens.to(self.model.device), "decode")
 
     def rewind(self, tokens: int) -> None:
         """Forget the last ``tokens`` decoded tokens; their calls stay in the account."""
@@ -163,15 +169,15 @@ class Session:
         calls = self._calls
         for layer in range(self.layers):
             prefill = calls.sparse[layer] + calls.dense[layer] + calls.fallback[layer]
-            if prefill != self._chunks or calls.decode[layer] != self._decoded:
+            if prefill != self._chunks or calls.decode[layer] != self._decode_calls:
                 raise IntegrityError(
                     f"call accounting, layer {layer}: {prefill} prefill and {calls.decode[layer]} decode calls, "
-                    f"expected {self._chunks} and {self._decoded}; the patch did not run everywhere"
+                    f"expected {self._chunks} and {self._decode_calls}; the patch did not run everywhere"
                 )
         totals = calls.totals()
         if self.method.name == "dense" and totals["sparse"] or self.method.name != "dense" and totals["dense"]:
             raise IntegrityError(f"call accounting: {self.method.name} made calls of the wrong kind: {totals}")
-        expected = self.layers * (self._chunks + self._decoded)
+        expected = self.layers * (self._chunks + self._decode_calls)
         return Account(
             self._meter.read(), {"expected": expected, **totals}, dict(calls.backends), self._prefill_seconds
         )

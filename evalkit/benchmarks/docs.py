@@ -16,12 +16,18 @@ from . import ruler
 from .perplexity import Windows
 
 
-def dataset(docs: Sequence[Mapping[str, Any]] | None = None, **_: Any) -> dict[str, Dataset]:
+def dataset(docs: Sequence[Mapping[str, Any]] | None = None, **metadata: Any) -> dict[str, Dataset]:
     """The documents of one task, for lm-eval's ``custom_dataset``, out of the task's metadata.
 
     Args:
-        docs: what :func:`ruler_docs` or :func:`perplexity_docs` made.
+        docs: what :func:`ruler_docs` or :func:`perplexity_docs` made; None where lm-eval's own command line runs the
+            task, which then makes its documents of the metadata, see :mod:`.standalone`.
+        metadata: the rest.
     """
+    if docs is None and "ruler_task" in metadata:
+        from .standalone import ruler_documents
+
+        docs = ruler_documents(**metadata)
     if docs is None:
         raise ValueError("docs: run this task through `evalkit run`, which prepares its samples")
     return {"test": Dataset.from_list([dict(doc) for doc in docs])}
@@ -44,16 +50,15 @@ def ruler_docs(samples: Sequence[ruler.Sample]) -> list[dict[str, Any]]:
 
 def perplexity_docs(windows: Windows) -> list[dict[str, Any]]:
     """Light documents of perplexity windows."""
-    length = len(windows.ids[0])
     return [
         {
             "task": "perplexity",
-            "length": length,
+            "length": windows.length,
             "index": index,
-            "scored_tokens": length - windows.score_from,
-            "name": f"perplexity/{length}/{index}",
+            "scored_tokens": len(ids) - start,
+            "name": f"perplexity/{windows.length}/{index}",
         }
-        for index in range(len(windows.ids))
+        for index, (ids, start) in enumerate(zip(windows.ids, windows.starts, strict=True))
     ]
 
 

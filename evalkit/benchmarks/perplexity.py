@@ -1,14 +1,17 @@
-"""Perplexity windows: consecutive, disjoint pieces of documents, with a fixed set of scored positions.
+"""Perplexity windows: pieces of documents with a fixed set of scored positions.
 
-The loss of window tokens ``score_from ..`` is taken, each predicted from all tokens before it in the window. By
-default that is the last quarter, where damage to the prefill shows most; ``all`` scores every token but the first.
-Documents shorter than a window are left out, and so is the remainder of a longer one.
+``disjoint`` windows are consecutive pieces of equal length; documents shorter than a window are left out, and so is the
+remainder of a longer one. ``first`` windows are the first tokens of each document, a shorter document whole.
+
+The loss of the last quarter of a window is taken by default, where damage to the prefill shows most; ``all`` scores
+every token but the first. Each token is predicted from all tokens before it in the window.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from ..config import PerplexityConfig
 from ..corpora import Corpora
 from ..errors import InputError, MissingAsset
+from ..task_settings import LONGBENCH_HUB, LONGBENCH_SMALL
+from .longbench_v2.data import read_items
+
+RECORDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Endings of local files that hold records, and the loader of the datasets library that reads them."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +33,15 @@ class Windows:
     """Windows of one corpus for one tokenizer.
 
     Attributes:
-        ids: token ids of each window, all of the configured length.
-        score_from: first scored position.
-        checksum: sha256 over the token ids and the first scored position.
+        ids: token ids of each window.
+        starts: first scored position of each window.
+        length: the configured length, of which no window is longer.
+        checksum: sha256 over the token ids and the first scored positions.
     """
 
     ids: list[list[int]]
-    score_from: int
+    starts: list[int]
+    length: int
     checksum: str
 
 
@@ -56,9 +66,14 @@ def build_windows(
         prefix = [tokenizer.bos_token_id]
     body = config.length - len(prefix)
     windows: list[list[int]] = []
-    for text in documents(config, corpora):
+    for text in _in_order(config, corpora):
         if len(windows) == config.limit:
             break
+        if config.windows == "first":
+            ids = _leading_tokens(tokenizer, text, body)
+            if len(prefix) + len(ids) > 1:  # something to predict, and something to predict it from
+                windows.append(prefix + ids)
+            continue
         # Tokenise no more of a long document than the windows still missing can need.
         wanted = (config.limit - len(windows)) * body
         ids = _leading_tokens(tokenizer, text, wanted)
@@ -66,14 +81,16 @@ def build_windows(
             windows.append(prefix + ids[start : start + body])
     windows = windows[: config.limit]
     if len(windows) < config.limit:
+        more = "disjoint windows" if config.windows == "disjoint" else "documents for windows"
         raise InputError(
             "task.limit",
             config.limit,
-            f"at most {len(windows)}: corpus {config.corpus} has no more disjoint windows of {config.length} tokens",
+            f"at most {len(windows)}: corpus {config.corpus} has no more {more} of {config.length} tokens",
         )
-    score_from = max(1, config.length - config.length // 4) if config.score == "last_quarter" else 1
-    checksum = hashlib.sha256(json.dumps([windows, score_from]).encode()).hexdigest()
-    return Windows(windows, score_from, checksum)
+    quarter = config.score == "last_quarter"
+    starts = [max(1, len(ids) - len(ids) // 4) if quarter else 1 for ids in windows]
+    checksum = hashlib.sha256(json.dumps([windows, starts]).encode()).hexdigest()
+    return Windows(windows, starts, config.length, checksum)
 
 
 def _leading_tokens(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) -> list[int]:
@@ -83,13 +100,33 @@ def _leading_tokens(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) 
     return list(ids[:wanted])
 
 
+def _in_order(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
+    """The documents, in the random order of ``config.seed`` where one is given: a smaller limit takes the first."""
+    if config.seed is None:
+        yield from documents(config, corpora)
+        return
+    texts = list(documents(config, corpora))
+    random.Random(config.seed).shuffle(texts)
+    yield from texts
+
+
 def documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
-    """Texts of the corpus: the essays, a local .txt, .json or .jsonl file, or a hub data set."""
+    """Texts of the corpus, in its own order."""
     if config.corpus == "essays":
         yield corpora.essays_text
         return
+    if config.corpus in ("longbench_v2", "longbench_v2_small"):
+        source = LONGBENCH_HUB if config.corpus == "longbench_v2" else LONGBENCH_SMALL
+        try:
+            contexts = [item.context for item in read_items(source)]
+        except MissingAsset as error:
+            hint = "; a local copy works as task.corpus=FILE task.text_field=context"
+            raise MissingAsset(f"task.corpus={config.corpus!r}: {error}{hint}") from None
+        yield from contexts
+        return
     path = Path(config.corpus).expanduser()
-    if path.suffix == ".txt":
+    local = path.is_file()
+    if local and path.suffix not in RECORDS:
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -98,16 +135,13 @@ def documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
     from datasets import load_dataset
 
     try:
-        if path.suffix in (".json", ".jsonl"):
-            rows = load_dataset("json", data_files=str(path), split="train")
+        if local:
+            rows = load_dataset(RECORDS[path.suffix], data_files=str(path), split="train")
         else:
-            rows = load_dataset(config.corpus, split="test", streaming=True)
+            # A random order needs all of it; otherwise no more is fetched than is read.
+            rows = load_dataset(config.corpus, config.subset, split=config.split, streaming=config.seed is None)
     except Exception as error:  # datasets raises its own, the hub's and the network's errors alike
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # datasets wraps the reason in "an error occurred"
-            cause = cause.__cause__
-        first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        raise MissingAsset(f"task.corpus={config.corpus!r}: cannot be loaded ({first})") from None
+        raise MissingAsset(f"task.corpus={config.corpus!r}: cannot be loaded ({first_cause(error)})") from None
     for row in rows:
         if config.text_field not in row:
             raise InputError("task.text_field", config.text_field, f"a field of the corpus: {', '.join(row)}")
@@ -115,6 +149,13 @@ def documents(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:
         if not isinstance(text, str):
             raise InputError("task.text_field", config.text_field, f"a field that holds text (one row has {text!r})")
         yield text
+
+
+def first_cause(error: BaseException) -> str:
+    """First line of what lies behind an error; the datasets library wraps the reason in "an error occurred"."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def ids_sha256(ids: list[int]) -> str:

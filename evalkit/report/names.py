@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..store import CellResult
+from . import longbench
 
 SHOWN_SUBTASKS = 2
 """A task label names its subtasks up to this many, then counts them."""
@@ -32,10 +33,14 @@ def task_label(cell: CellResult) -> str:
     """Task without its length: ``ruler (cwe, vt)``, ``ruler (13 tasks)``, ``perplexity (essays, last_quarter)``."""
     task = cell.config.get("task", {})
     name = str(task.get("name", "?"))
+    if longbench.is_longbench(cell):
+        return longbench.label(cell.config, longbench.is_small(cell))
     if "tasks" in task:
         subtasks = [str(item) for item in task["tasks"]]
-        return f"{name} ({', '.join(subtasks) if len(subtasks) <= SHOWN_SUBTASKS else f'{len(subtasks)} tasks'})"
+        named = ", ".join(subtasks) if len(subtasks) <= SHOWN_SUBTASKS else f"{len(subtasks)} tasks"
+        return f"{name} ({', '.join([named, *longbench.how(cell.config)])})"
     details = [Path(str(task[key])).name for key in ("corpus", "score") if task.get(key)]
+    details += ["first tokens"] if task.get("windows") == "first" else []
     return f"{name} ({', '.join(details)})" if details else name
 
 
@@ -107,7 +112,7 @@ def twin_command(cell: CellResult) -> str:
     if not cell.overrides:
         task = cell.config.get("task", {})
         kept = [f"model={model_label(cell)}", f"task={task.get('name')}"]
-        kept += [f"task.{name}={task[name]}" for name in ("length", "limit") if name in task]
+        kept += [f"task.{name}={task[name]}" for name in ("length", "limit") if task.get(name) is not None]
     return shlex.join(["evalkit", "run", "method=dense", *kept])
 
 

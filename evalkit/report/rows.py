@@ -12,7 +12,7 @@ import pandas as pd
 
 from ..errors import StoreError
 from ..store import CellResult, canonical_json
-from . import averages, stats
+from . import averages, longbench, stats
 from .load import Loaded, by_sample
 from .names import method_labels, model_label, series_labels, task_label, unique
 from .provenance import provenance
@@ -43,12 +43,13 @@ class Metric:
 METRICS = {
     "accuracy": Metric("accuracy", "%", True, 2),
     "first_token": Metric("first answer token", "%", True, 2),
+    "unparsed": Metric("no answer found", "%", False, 2),
     "perplexity": Metric("perplexity", "", False, 3),
     "kl": Metric("KL to dense", "nats", False, 4),
     "top1": Metric("top-1 agreement", "%", True, 2),
 }
 
-SCORES = {"accuracy": "score", "first_token": "first_token"}
+SCORES = {"accuracy": "score", "first_token": "first_token", "unparsed": "unparsed"}
 """Metrics that are means of numbers in [0, 1] over subtasks, and the field of a record they come from."""
 
 BUDGETS = ("B", "B_stage1", "B_cost", "B_block", "B_stage1_block")
@@ -60,7 +61,8 @@ class Row:
     """One line of the report. Accuracy, agreement and budgets are in percent.
 
     Attributes:
-        level: ``cell``, ``subtask`` (one of a RULER cell's tasks) or ``average`` (over lengths).
+        level: ``cell``, ``subtask`` (one of a RULER cell's tasks, a category of LongBench-v2) or ``average`` (over
+            lengths, or over LongBench-v2's modes).
         group: rows of one group were measured on the same samples and may be compared.
         family: what a group shares with those of other lengths.
         model, method, series, task, length: labels.
@@ -163,8 +165,13 @@ def build_rows(loaded: Loaded) -> Rows:
         rows += _cell_rows(cell, loaded.twins.get(cell.key), names)
     averaged, notes = _average_rows(loaded, names)
     rows += averaged
+    rows += _mode_rows(loaded, names)
     rows.sort(key=_reading_order)
     notes = [*loaded.notes, *notes, *_warning_notes(loaded.cells, names), *_backend_notes(loaded.cells, names)]
+    for cell in loaded.cells:
+        if longbench.is_longbench(cell):
+            label = names.of(cell)
+            notes += longbench.unparsed_note(cell, f"{label['model']}, {label['method']}, {label['task']}")
     for row in rows:
         if row.level != "subtask" and row.beats_dense:
             notes.append(f"sparse > dense: check {row.model}, {row.method}, {row.task}, {row.length}, {row.metric}")
@@ -226,6 +233,22 @@ def _cell_rows(cell: CellResult, twin: CellResult | None, names: _Names) -> Iter
             records = [record for record in cell.records if record["task"] in part]
             columns = {**common, **budget(records), "subtask": subtask}
             yield _row("subtask" if subtask else "cell", metric, estimate, difference, columns)
+    if longbench.is_longbench(cell):
+        yield from _category_rows(cell, twin, common)
+
+
+def _category_rows(cell: CellResult, twin: CellResult | None, common: Mapping[str, Any]) -> Iterator[Row]:
+    """LongBench-v2's accuracy by difficulty and by length."""
+    dense = longbench.by_category(twin.records) if twin is not None else {}
+    for name, records in longbench.by_category(cell.records).items():
+        if records:
+            paired = _by_index(dense[name]) if twin is not None else None
+            estimate, difference = _mean_score([(1.0, _by_index(records), paired)])
+            yield _row("subtask", "accuracy", estimate, difference, {**common, **budget(records), "subtask": name})
+
+
+def _by_index(records: Sequence[Mapping[str, Any]]) -> Scores:
+    return {"": {record["index"]: float(record["metrics"]["score"]) for record in records}}
 
 
 def _row(level: str, metric: str, estimate: Estimate, difference: Estimate | None, rest: Mapping[str, Any]) -> Row:
@@ -417,6 +440,60 @@ def _average(cells: Mapping[int, CellResult], metric: str, loaded: Loaded, names
     scores = {length: _mean_score([(1.0, _scores(cell, metric), None)])[0].value for length, cell in cells.items()}
     row.value = PERCENT * averages.accuracy_over_lengths(scores)
     return row
+
+
+# ---------------------------------------------------------------------------------------- LongBench-v2's two modes
+def _mode_rows(loaded: Loaded, names: _Names) -> list[Row]:
+    """The mean of LongBench-v2 without and with CoT, for runs that differ in nothing else.
+
+    Within a mode every question weighs the same, so easy and hard weigh by their counts.
+    """
+    runs: dict[str, dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    for cell in loaded.cells:
+        mode = longbench.mode(cell)
+        if mode is not None:
+            runs[_beyond_mode(cell)][mode].append(cell)
+    rows = []
+    for modes in runs.values():
+        # The dense run of each pair comes in a group of its own; several runs of one mode cannot be told apart here.
+        if sorted(modes) == ["cot", "no_cot"] and all(len(cells) == 1 for cells in modes.values()):
+            rows.append(_mode_row(modes["no_cot"][0], modes["cot"][0], loaded, names))
+    return rows
+
+
+def _beyond_mode(cell: CellResult) -> str:
+    """What two runs share that differ in LongBench-v2's mode only."""
+    identity = cell.identity
+    task = {name: value for name, value in identity["task"].items() if name not in ("mode", "length", "truncate_at")}
+    generation = task.pop("generation", None) or {}
+    model = {name: value for name, value in identity["model"].items() if name not in ("thinking", "rope_factor")}
+    questions = [(record["item"]["id"], record["item"]["answer"]) for record in cell.records]
+    shared = [model, model_label(cell), task, generation.get("seed"), sorted(questions), longbench.is_small(cell)]
+    rest = [identity["method"], identity["execution"], identity["versions"], identity["device"]]
+    return _short_hash([*shared, *rest, identity["data"].get("weights")])
+
+
+def _mode_row(no_cot: CellResult, cot: CellResult, loaded: Loaded, names: _Names) -> Row:
+    cells = (no_cot, cot)
+    parts = []
+    for cell in cells:
+        twin = loaded.twins.get(cell.key)
+        parts.append((0.5, _by_index(cell.records), _by_index(twin.records) if twin is not None else None))
+    estimate, difference = _mean_score(parts)
+    data = ", self-made set" if longbench.is_small(no_cot) else ""
+    dense = [loaded.twins.get(cell.key, cell).key for cell in cells]
+    columns = {
+        **names.of(no_cot),
+        **budget([*no_cot.records, *cot.records]),
+        "task": f"longbench_v2 (mean of w/o and w/ CoT{data})",
+        "length": str(_length(no_cot)),
+        "group": _short_hash(dense),
+        "family": _short_hash([*dense, "modes"]),
+        "dense": no_cot.is_dense,
+        "reference_share": PERCENT * max(reference_share(cell) for cell in cells),
+        "key": " ".join(cell.key for cell in cells),
+    }
+    return _row("average", "accuracy", estimate, difference, columns)
 
 
 # ----------------------------------------------------------------------------------------------------------- order

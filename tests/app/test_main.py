@@ -96,7 +96,7 @@ def test_show_config_runs_nothing(application, capsys):
 # -------------------------------------------------------------------------------------------------- what is refused
 REFUSED = {
     "unknown method": (["method=cossa", "task=perplexity"], "method=cossa: did you mean cosa"),
-    "unknown task": (["method=cosa", "task=perplexty"], "task=perplexty: did you mean perplexity?"),
+    "unknown task": (["method=cosa", "task=perplexty"], "task=perplexty: did you mean perplexity, "),
     "unknown model": ([*PPL, "model=qwen3"], "model=qwen3: did you mean qwen3-8b"),
     "unknown preset": (["sweep=demmo"], "sweep=demmo: did you mean demo?"),
     "two presets": (["sweep=demo,ruler-cosa"], "sweep='demo,ruler-cosa': one preset at a time"),
@@ -113,7 +113,7 @@ REFUSED = {
     "unknown corpus": ([*PPL, "task.corpus=esays"], "task.corpus='esays': did you mean essays?"),
     "missing corpus file": ([*PPL, "task.corpus=/none/book.txt"], "task.corpus='/none/book.txt': no such file"),
     "missing method": (["task=perplexity"], "method: must be given, method=<name>; known: blasst, cosa"),
-    "missing task": (["method=cosa"], "task: must be given, task=<name>; known: perplexity"),
+    "missing task": (["method=cosa"], "task: must be given, task=<name>; known: longbench-v2, "),
     "missing path": ([*PPL, "model=local"], "model.native_context='???': must be given"),
     "missing model directory": (
         [*PPL, "model=local", "model.path=/none", "model.native_context=4096"],

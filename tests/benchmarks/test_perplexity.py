@@ -51,8 +51,8 @@ def test_windows_are_consecutive_and_disjoint(tmp_path, tokenizer):
     made = windows(path, tokenizer, length=32, limit=3)
     everything = tokenizer(text(100), add_special_tokens=False)["input_ids"]
     assert [i for w in made.ids for i in w] == everything[:96]
-    assert made.score_from == 24
-    assert windows(path, tokenizer, length=32, limit=3, score="all").score_from == 1
+    assert made.starts == [24] * 3
+    assert windows(path, tokenizer, length=32, limit=3, score="all").starts == [1] * 3
     assert windows(path, tokenizer, length=32, limit=2).ids == made.ids[:2]
 
 
@@ -71,7 +71,7 @@ def test_bos_is_inside_the_length_and_never_scored(tmp_path, tokenizer):
     made = windows(path, tokenizer, length=32, limit=2, bos=True, score="all")
     assert all(w[0] == 0 and len(w) == 32 and 0 not in w[1:] for w in made.ids)
     assert made.ids[1][1:] == tokenizer(text(100), add_special_tokens=False)["input_ids"][31:62]
-    assert made.score_from == 1
+    assert made.starts == [1, 1]
 
 
 def test_checksum_follows_content_and_scoring(tmp_path, tokenizer):
@@ -108,6 +108,75 @@ def test_bad_corpora_are_one_clear_error(tmp_path, tokenizer):
         windows(binary, tokenizer, length=32, limit=1)
     with pytest.raises(InputError, match="no such file"):
         windows(tmp_path / "absent.txt", tokenizer, length=32, limit=1)
+
+
+def test_first_windows_are_the_heads_of_documents(tmp_path, tokenizer):
+    path = tmp_path / "corpus.jsonl"
+    rows = [text(20, 1), text(70, 2), "", "w1", text(32, 4)]
+    path.write_text("\n".join(json.dumps({"text": r}) for r in rows))
+    of = [tokenizer(r, add_special_tokens=False)["input_ids"] for r in rows]
+    made = windows(path, tokenizer, length=32, limit=3, windows="first", score="all")
+    assert made.ids == [of[0], of[1][:32], of[4]] and made.starts == [1, 1, 1]
+    quarter = windows(path, tokenizer, length=32, limit=3, windows="first")
+    assert quarter.starts == [15, 24, 24]
+    docs = perplexity_docs(quarter)
+    assert [d["scored_tokens"] for d in docs] == [5, 8, 8] and {d["length"] for d in docs} == {32}
+    with_bos = windows(path, tokenizer, length=32, limit=4, windows="first", bos=True)
+    assert [len(w) for w in with_bos.ids] == [21, 32, 2, 32] and with_bos.ids[2] == [0, of[3][0]]
+    with pytest.raises(InputError, match="task.limit=4: at most 3.*no more documents"):
+        windows(path, tokenizer, length=32, limit=4, windows="first")
+
+
+def test_a_seed_takes_documents_in_a_random_order_of_its_own(tmp_path, tokenizer):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text(40, seed)}) for seed in range(20)))
+    settings = {"length": 32, "windows": "first"}
+    in_order = windows(path, tokenizer, limit=20, **settings).ids
+    drawn = windows(path, tokenizer, limit=20, seed=0, **settings).ids
+    assert drawn != in_order and sorted(drawn) == sorted(in_order)
+    assert windows(path, tokenizer, limit=5, seed=0, **settings).ids == drawn[:5]
+    assert windows(path, tokenizer, limit=5, seed=1, **settings).ids != drawn[:5]
+
+
+def test_contexts_of_the_benchmark_are_a_corpus(tokenizer, monkeypatch):
+    from evalkit.benchmarks import perplexity as module
+
+    contexts = [item.context for item in module.read_items("small")]
+    config = PerplexityConfig(corpus="longbench_v2_small", windows="first", length=64, limit=36, score="all")
+    made = build_windows(config, tokenizer, bos=False, corpora=Corpora())
+    assert made.ids == [tokenizer(c, add_special_tokens=False)["input_ids"][:64] for c in contexts]
+
+    def unreachable(*_):
+        raise MissingAsset("data set is not to be had")
+
+    monkeypatch.setattr(module, "read_items", unreachable)
+    with pytest.raises(MissingAsset, match="task.corpus='longbench_v2': data set .*task.corpus=FILE task.text_field"):
+        build_windows(PerplexityConfig(corpus="longbench_v2"), tokenizer, bos=False, corpora=Corpora())
+
+
+def test_any_text_file_and_parquet_are_corpora(tmp_path, tokenizer):
+    import pandas as pd
+
+    for name in ("book.md", "notes"):
+        (tmp_path / name).write_text(text(40))
+        assert len(windows(tmp_path / name, tokenizer, length=32, limit=1).ids) == 1
+    pd.DataFrame({"body": [text(40), text(40, 1)]}).to_parquet(tmp_path / "rows.parquet")
+    assert len(windows(tmp_path / "rows.parquet", tokenizer, length=32, limit=2, text_field="body").ids) == 2
+
+
+def test_a_hub_data_set_is_asked_for_by_subset_and_split(tokenizer, monkeypatch):
+    import datasets
+
+    asked = []
+    rows = [{"text": text(40, seed)} for seed in range(3)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
+    for seed in (None, 1):
+        config = PerplexityConfig(corpus="owner/set", subset="raw", split="validation", length=32, limit=3, seed=seed)
+        build_windows(config, tokenizer, bos=False, corpora=Corpora())
+    assert asked == [
+        (("owner/set", "raw"), {"split": "validation", "streaming": True}),
+        (("owner/set", "raw"), {"split": "validation", "streaming": False}),
+    ]
 
 
 @pytest.fixture(scope="module")

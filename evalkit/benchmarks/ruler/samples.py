@@ -196,6 +196,11 @@ class Builder:
         draft = self._draft(index)
         return self.context.renderer.render(draft.user(units), draft.prefix)
 
+    def message(self, index: int, units: int) -> tuple[str, str]:
+        """Return sample ``index`` before it is rendered: the user's message and the answer prefix."""
+        draft = self._draft(index)
+        return draft.user(units), draft.prefix
+
     def verify(self, indices: Sequence[int]) -> None:
         """Decide how to count, once: compare the given samples with their full token counts.
 

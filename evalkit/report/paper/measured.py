@@ -1,0 +1,255 @@
+"""Finished cells as the numbers of the paper's tables: runs of several seeds as one, lengths and modes averaged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ...store import CellResult, canonical_json
+from .. import averages, stats
+from ..names import model_label, unique
+from ..rows import PERCENT, budget
+from ..stats import Estimate
+from .published import LONG
+
+RULER_TASKS = 13
+QUESTIONS = averages.LONGBENCH_V2_COUNTS
+SMALL = "small"
+"""``task.data`` of the self-made set, whose scores stand beside no printed ones."""
+
+Scores = dict[tuple[str, int], float]
+"""Mean score over runs by (subtask or difficulty, index)."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one table is made for.
+
+    Attributes:
+        benchmark: ``ruler`` or ``longbench_v2``.
+        model: name of the model.
+        data: what was read where it is not the benchmark's own, else empty.
+    """
+
+    benchmark: str
+    model: str
+    data: str = ""
+
+    @property
+    def title(self) -> str:
+        """For headings."""
+        return f"{self.model}, {self.data}" if self.data else self.model
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of a table.
+
+    Attributes:
+        scores: behind it, by (stratum, index).
+        weights: of the strata; they add up to 1.
+        records: behind it, of all runs.
+        B_block, B: in percent; over lengths weighted by length.
+        runs: seeds that were averaged.
+        decoding: ``greedy`` or ``sampled``.
+        notes: how it differs from the printed setting.
+    """
+
+    scores: Scores
+    weights: Mapping[str, float]
+    records: Sequence[Mapping[str, Any]] = field(repr=False)
+    B_block: float
+    B: float
+    runs: int
+    decoding: str = "greedy"
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Accuracy in percent with its interval."""
+        return stats.mean_score(self._strata()).times(PERCENT)
+
+    def minus(self, base: Measure) -> Estimate | None:
+        """Paired difference in points; None where the two were not measured on the same samples."""
+        if self.scores.keys() != base.scores.keys() or self.weights != base.weights:
+            return None
+        strata = [
+            (weight, [self.scores[key] - base.scores[key] for key in keys]) for weight, keys in self._keys() if keys
+        ]
+        return stats.score_difference(strata).times(PERCENT)
+
+    def _keys(self) -> list[tuple[float, list[tuple[str, int]]]]:
+        return [(weight, sorted(key for key in self.scores if key[0] == name)) for name, weight in self.weights.items()]
+
+    def _strata(self) -> list[tuple[float, list[float]]]:
+        return [(weight, [self.scores[key] for key in keys]) for weight, keys in self._keys()]
+
+
+Table = dict[str, dict[int | str, Measure]]
+"""Measures by method preset and column."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that finished cells say about the paper's tables.
+
+    Attributes:
+        tables: by block.
+        notes: cells that are in no table, one line each.
+    """
+
+    tables: dict[Block, Table]
+    notes: list[str]
+
+
+def preset(cell: CellResult) -> str:
+    """Name of the method preset a cell was made from."""
+    named = [item.partition("=")[2] for item in cell.overrides if item.startswith("method=")]
+    return named[-1] if named else cell.method
+
+
+def measure(cells: Iterable[CellResult]) -> Measured:
+    """Sort finished cells into tables.
+
+    Cells that differ only in the seed of their sampling are runs of one number. Of several candidates for one place the
+    one with the most samples is taken, and the others are noted.
+    """
+    places: dict[tuple[Block, str, int | str], dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    notes: list[str] = []
+    for cell in cells:
+        place = _place(cell)
+        if place is None:
+            notes.append(f"in no table of the paper: {cell.label}")
+        else:
+            places[place][_settings(cell)].append(cell)
+    tables: dict[Block, Table] = defaultdict(lambda: defaultdict(dict))
+    for (block, method, column), variants in places.items():
+        best, *others = sorted(variants.values(), key=lambda runs: (-len(runs[0].records), -len(runs), runs[0].key))
+        notes += [
+            f"another run of the same place is shown, with as many samples or more: {runs[0].label}" for runs in others
+        ]
+        if column in ("no_cot", "cot"):
+            for name, found in _difficulties(best).items():
+                tables[block][method][f"{column}_{name}"] = found
+        else:
+            tables[block][method][column] = _measure(best, _by_subtask(best), _ruler_notes(best))
+    return Measured({block: dict(table) for block, table in tables.items()}, unique(notes))
+
+
+def _place(cell: CellResult) -> tuple[Block, str, int | str] | None:
+    task = cell.config.get("task", {})
+    if task.get("name") == "ruler":
+        return Block("ruler", model_label(cell)), preset(cell), int(task["length"])
+    if task.get("name") != "longbench_v2" or task.get("mode") not in ("direct", "cot"):
+        return None
+    data = {SMALL: "self-made set"}.get(str(task.get("data")), "")
+    reasons = task["mode"] == "cot" or bool(cell.config.get("model", {}).get("thinking"))
+    return Block("longbench_v2", model_label(cell), data), preset(cell), "cot" if reasons else "no_cot"
+
+
+def _settings(cell: CellResult) -> str:
+    """Everything of a cell's identity but the seed of its sampling."""
+    identity = {name: dict(part) for name, part in cell.identity.items()}
+    generation = identity["task"].get("generation")
+    if isinstance(generation, Mapping):
+        identity["task"]["generation"] = {name: value for name, value in generation.items() if name != "seed"}
+    return canonical_json(identity)
+
+
+def _measure(runs: Sequence[CellResult], groups: Mapping[str, list[dict[str, Any]]], notes: Iterable[str]) -> Measure:
+    """One number over equally weighted groups of records."""
+    weights = dict.fromkeys(groups, 1 / len(groups))
+    records = [record for group in groups.values() for record in group]
+    spent = budget(records)
+    generation = runs[0].config.get("task", {}).get("generation") or {}
+    decoding = "greedy" if generation.get("sampling", "greedy") == "greedy" else "sampled"
+    scores = _mean_over_runs(groups)
+    return Measure(scores, weights, records, spent["B_block"], spent["B"], len(runs), decoding, tuple(notes))
+
+
+def _mean_over_runs(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> Scores:
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for name, records in groups.items():
+        for record in records:
+            found[name, int(record["index"])].append(float(record["metrics"]["score"]))
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _by_subtask(runs: Sequence[CellResult]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for cell in runs:
+        for record in cell.records:
+            groups[record["task"]].append(record)
+    return dict(groups)
+
+
+def _difficulties(runs: Sequence[CellResult]) -> dict[str, Measure]:
+    """Measures of one mode by difficulty."""
+    found = {}
+    for name, whole in QUESTIONS.items():
+        records = [record for cell in runs for record in cell.records if record["item"]["difficulty"] == name]
+        if records:
+            count = len({record["index"] for record in records})
+            notes = [*_changed(runs[0]), *([] if count == whole else [f"{count} of {whole} {name} questions"])]
+            found[name] = _measure(runs, {name: records}, notes)
+    return found
+
+
+def _changed(cell: CellResult) -> list[str]:
+    """Settings of the method that were given on top of its preset."""
+    return [item for item in cell.overrides if item.lstrip("+").startswith("method.")]
+
+
+def _ruler_notes(runs: Sequence[CellResult]) -> list[str]:
+    cell = runs[0]
+    tasks = len({record["task"] for record in cell.records})
+    return [*_changed(cell), *([] if tasks == RULER_TASKS else [f"{tasks} of {RULER_TASKS} tasks"])]
+
+
+# --------------------------------------------------------------------------------------------------------- averages
+def over_lengths(row: Mapping[int | str, Measure], lengths: Sequence[int]) -> Measure | None:
+    """RULER's average: lengths weigh the same in accuracy, and by their tokens in budget."""
+    if not lengths or not all(length in row for length in lengths):
+        return None
+    parts = {length: row[length] for length in lengths}
+    scores = {(f"{name}@{n}", index): v for n, part in parts.items() for (name, index), v in part.scores.items()}
+    weights = {f"{name}@{n}": w / len(parts) for n, part in parts.items() for name, w in part.weights.items()}
+    return Measure(
+        scores,
+        weights,
+        [record for part in parts.values() for record in part.records],
+        averages.budget_over_lengths({length: part.B_block for length, part in parts.items()}),
+        averages.budget_over_lengths({length: part.B for length, part in parts.items()}),
+        min(part.runs for part in parts.values()),
+        _decoding(parts.values()),
+        tuple(unique(note for part in parts.values() for note in part.notes)),
+    )
+
+
+def over_difficulties(row: Mapping[int | str, Measure], columns: Sequence[str] = LONG) -> Measure | None:
+    """LongBench-v2's average: in a mode, easy and hard by their numbers of questions; then the modes weigh the same."""
+    if not all(column in row for column in columns):
+        return None
+    modes = unique(column.rpartition("_")[0] for column in columns)
+    scores: Scores = {}
+    weights: dict[str, float] = {}
+    for mode in modes:
+        parts = {column: row[column] for column in columns if column.startswith(f"{mode}_")}
+        total = sum(len(part.scores) for part in parts.values())
+        for column, part in parts.items():
+            scores |= {(column, index): value for (_, index), value in part.scores.items()}
+            weights[column] = len(part.scores) / total / len(modes)
+    parts = {column: row[column] for column in columns}
+    records = [record for part in parts.values() for record in part.records]
+    spent = budget(records)
+    notes = unique(note for part in parts.values() for note in part.notes)
+    runs = min(part.runs for part in parts.values())
+    decoding = _decoding(parts.values())
+    return Measure(scores, weights, records, spent["B_block"], spent["B"], runs, decoding, tuple(notes))
+
+
+def _decoding(parts: Iterable[Measure]) -> str:
+    return " and ".join(sorted({part.decoding for part in parts}))

@@ -1,0 +1,194 @@
+"""The sweeps that rebuild the paper's tables: their cells, what they may cost, and a run on the embedded model."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evalkit.app import estimate
+from evalkit.config import cell_from_mapping
+from evalkit.report.paper.published import METHODS, MODELS, VARIANTS, read
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted(file.stem for file in (ROOT / "conf" / "sweep").glob("paper_*.yaml"))
+HERE = {file.stem for file in (ROOT / "conf" / "method").glob("*.yaml")}
+SEEDS = {"0", "1", "2", "3"}
+
+
+def grids(name):
+    """Each grid as a dict of lists."""
+    config = yaml.safe_load((ROOT / "conf" / "sweep" / f"{name}.yaml").read_text())
+    return [
+        {key: values.split(",") for key, _, values in (item.partition("=") for item in grid)}
+        for grid in config["hydra"]["sweeper"]["grids"]
+    ]
+
+
+def test_there_is_a_preset_for_each_table_and_model():
+    assert PRESETS == sorted(f"paper_table{t}_{m}" for t in ("1", "2", "3", "B") for m in ("qwen3", "llama"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_runs_exactly_the_rows_of_its_table(name):
+    number, model = re.fullmatch(r"paper_table(.)_(.*)", name).groups()
+    published = read(ROOT / "results" / "paper")
+    found = Counter(method for grid in grids(name) for method in grid["method"])
+    (preset,) = {grid["model"][0] for grid in grids(name)}
+    paper = MODELS[preset]
+    rows = published.ablation[paper] if number == "3" else published.ruler[paper]
+    wanted = set(rows) - ({"CoSA-accurate"} if number in "12" else set())
+    table = VARIANTS if number == "3" else METHODS
+    extra = {"dense", "cosa-iks-descending"} if number == "3" else set()
+    by_row = {row: {method for method in found if method in table[row]} for row in wanted}
+    assert all(len(methods) == 1 for methods in by_row.values()), by_row
+    assert set(found) == {method for methods in by_row.values() for method in methods} | extra
+    other = {"qwen3": "llama", "llama": "qwen3"}[model]
+    assert not [method for method in found if other in method]
+    if number == "2":
+        assert set(found.values()) == {2}  # both modes
+        reasons = [grid for grid in grids(name) if "model.thinking" in grid or grid["task"] == ["longbench-v2-cot"]]
+        assert len(reasons) == 2 and ("model.thinking" in reasons[0]) == (model == "qwen3")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dense_and_cosa_run_four_seeds_and_baselines_one(name):
+    for grid in grids(name):
+        assert grid["task.generation.sampling"] == ["recommended"]
+        few = {"minference", "flexprefill", "xattention"} & set(grid["method"])
+        assert set(grid["task.generation.seed"]) == ({"0"} if few else SEEDS)
+        if grid["task"] == ["ruler"]:
+            assert [int(n) for n in grid["task.length"]] == [4096 * 2**i for i in range(6)]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "paper_table3_llama"])
+def test_dry_run_lists_the_cells_and_runs_none(application, capsys, name):
+    fewer = ["task.length=131072", "task.generation.seed=0,1"]
+    assert application(f"sweep={name}", "--dry-run", "method=dense,cosa-qwen3-8b", *fewer) == 0
+    assert application.cells == []
+    out = capsys.readouterr().out.splitlines()
+    modes = 2 if "table2" in name else 1
+    listed = [line for line in out if line.startswith("[")]
+    assert out[0] == f"{4 * modes} cells" and len(listed) == 4 * modes
+    assert sum(" dense " in line for line in listed) == 2 * modes
+    assert re.fullmatch(r"about \d+\.\d H200 hours of prefill .* up to \d+\.\d hours of decoding .*", out[-1])
+
+
+def test_rows_that_need_a_calibration_say_how_to_make_it(application, capsys):
+    needed = {method for grid in grids("paper_table3_llama") for method in grid["method"]}
+    if not needed <= HERE:
+        pytest.skip(f"no method preset {', '.join(sorted(needed - HERE))}")
+    assert application("sweep=paper_table3_llama", "--dry-run") == 2
+    assert "evalkit calibrate" in capsys.readouterr().err and application.cells == []
+
+
+def test_dry_run_of_one_cell(application, capsys):
+    assert application("method=cosa", "task=perplexity", "task.limit=3", "--dry-run") == 0
+    assert application.cells == []
+    out = capsys.readouterr().out
+    assert out.startswith("[1/1] smollm2 cosa perplexity@4096 (essays x 3): ") and "task.limit=3" in out
+    assert "hours" not in out
+
+
+def test_bad_input_is_refused_in_a_dry_run_too(application, capsys):
+    assert application("sweep=paper_table1_qwen3", "method=dense", "task.length=4096", "task.limit=0", "--dry-run") == 2
+    assert "task.limit=0" in capsys.readouterr().err
+
+
+def test_the_estimate_is_printed_before_the_first_cell(application, capsys):
+    assert application("sweep=paper_table1_qwen3", "method=dense", "task.length=4096") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "hours of prefill" in out[1] and len(application.cells) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------- estimate
+def test_measured_times_are_those_of_the_results():
+    newest = {}
+    with (ROOT / "results" / "h200" / "benchmarks.csv").open() as file:
+        for row in csv.DictReader(file):
+            if (row["bench"], row["variant"], row["metric"]) == ("ttft", "fa2", "ttft"):
+                newest[int(row["tokens"])] = float(row["value"])
+    assert newest == estimate.TTFT
+    for tokens, seconds in newest.items():
+        assert estimate.prefill_seconds(tokens) == pytest.approx(seconds)
+
+
+def test_times_between_and_beyond_the_measured_lengths_grow_as_their_neighbours_do():
+    middle = estimate.prefill_seconds(65536)
+    assert middle == pytest.approx((estimate.TTFT[32768] * estimate.TTFT[131072]) ** 0.5)
+    assert estimate.prefill_seconds(262144) == pytest.approx(estimate.TTFT[131072] ** 2 / middle)
+    assert 0 < estimate.prefill_seconds(1024) < estimate.TTFT[4096]
+
+
+def cell(model="qwen3-8b", **task):
+    return cell_from_mapping(
+        {
+            "model": {"name": model, "path": "owner/any", "native_context": 131072},
+            "method": {"name": "dense"},
+            "task": {"name": "ruler", "tasks": ["vt", "qa_1"], "length": 131072, "limit": 36, **task},
+        }
+    )
+
+
+def test_hours_of_a_cell():
+    prefill, decode = estimate.hours(cell())
+    assert prefill == pytest.approx(2 * 36 * 19.267 / 3600)
+    assert decode == pytest.approx(36 * (30 + 32) * estimate.DECODE_SECONDS / 3600)
+    prefill, decode = estimate.hours(_perplexity())
+    assert prefill == pytest.approx(5 * estimate.TTFT[4096] / 3600) and decode == 0
+    prefill, decode = estimate.hours(_longbench())
+    long, short = estimate.prefill_seconds(120000), estimate.TTFT[32768]
+    assert prefill == pytest.approx((180 * short + 323 * long) / 3600)
+    assert decode == pytest.approx(503 * 128 * estimate.DECODE_SECONDS / 3600)
+
+
+def _perplexity():
+    made = {"name": "perplexity", "length": 4096, "limit": 5}
+    return cell_from_mapping({"model": _model(), "method": {"name": "dense"}, "task": made})
+
+
+def _longbench():
+    made = {"name": "longbench_v2", "mode": "direct", "length": 131072}
+    return cell_from_mapping({"model": _model(), "method": {"name": "dense"}, "task": made})
+
+
+def _model():
+    return {"name": "qwen3-8b", "path": "owner/any", "native_context": 131072}
+
+
+def test_models_without_a_measured_time_are_said_to_be_left_out():
+    assert estimate.lines([cell("smollm2")]) == []
+    (line,) = estimate.lines([cell(), cell("smollm2")])
+    assert "(1 cells of other models not counted)" in line
+    assert line.startswith(f"about {2 * 36 * 19.267 / 3600:.1f} H200 hours")
+
+
+# --------------------------------------------------------------------------------------------------------- end to end
+@pytest.mark.slow
+def test_presets_run_on_the_embedded_model_and_the_report_lays_them_out(tmp_path):
+    """Small n, short prompts, the methods at hand; every table of the paper in its layout."""
+
+    def evalkit(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "evalkit.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    few = ["model=smollm2", "task.limit=1", "task.generation.seed=0", "task.generation.max_new_tokens=4", "out=runs"]
+    methods = sorted({"dense", "cosa-qwen3-8b"} | {"xattention", "cosa-base", "cosa-iks"} & HERE)
+    ruler = ["task.tasks=[niah_single_1]", "task.length=512"]
+    small = ["task.data=small", "task.length=2048", "task.truncate_at=512"]
+    evalkit("run", "sweep=paper_table1_qwen3", f"method={','.join(methods)}", *ruler, *few)
+    evalkit("run", "sweep=paper_table2_llama", f"method={','.join(methods)}", *small, *few)
+    printed = evalkit("report", "runs", "--paper", "--published", str(ROOT / "results" / "paper"))
+    assert "Table 1: RULER, smollm2" in printed and "Table 2: LongBench-v2, smollm2, self-made set" in printed
+    assert "Table B" in printed and ("Table 3" in printed) == ("cosa-base" in methods)
+    text = (tmp_path / "runs" / "paper.md").read_text()
+    assert "CoSA: sampled, 1 run" in text and "published" not in text.partition("## Table 1")[2].partition("##")[0]

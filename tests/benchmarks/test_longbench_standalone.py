@@ -1,0 +1,81 @@
+"""The task family on lm-eval's own terms: documents made of the metadata, any model."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import lm_eval
+import pytest
+import small_tokenizers
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from evalkit.benchmarks.longbench_v2 import read_items
+from evalkit.benchmarks.longbench_v2.prompts import DIRECT, fill
+from evalkit.benchmarks.longbench_v2.tasks import dataset, mean_of_own
+from evalkit.errors import InputError
+
+
+class Oracle(LM):
+    """Knows every answer, and names none to every third question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[str] = []
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        self.contexts += [request.args[0] for request in requests]
+        answers = [request.doc["answer"] for request in requests]
+        return [f"The correct answer is ({a})" if i % 3 else "I cannot say" for i, a in enumerate(answers)]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self.contexts += [request.args[0] for request in requests]
+        return [(-1.0 if request.args[1].strip() == request.doc["answer"] else -2.0, False) for request in requests]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small_tokenizers.qwen3_like().save_pretrained(folder)
+    return {"data": "small", "truncate_at": 3000, "limit": 9, "tokenizer": str(folder)}
+
+
+def evaluate(name, metadata):
+    manager = TaskManager(include_path=str(files("evalkit.tasks")), include_defaults=False, metadata=metadata)
+    model = Oracle()
+    found = lm_eval.simple_evaluate(model=model, tasks=[name], task_manager=manager, bootstrap_iters=0)
+    assert found is not None
+    return {key.split(",")[0]: value for key, value in found["results"][name].items()}, model.contexts
+
+
+def test_direct_answers_of_any_model(metadata):
+    scores, contexts = evaluate("longbench_v2_direct", metadata)
+    assert scores["score"] == pytest.approx(6 / 9) and scores["unparsed"] == pytest.approx(3 / 9)
+    assert {"easy", "hard", "short", "medium", "long"} <= set(scores)
+    messages = {fill(DIRECT, item) for item in read_items("small")}
+    assert len(contexts) == 9 and any(text in messages for text in contexts)
+    assert any(text not in messages and text.startswith("Please read") for text in contexts)  # cut in the middle
+
+
+def test_choices_of_any_model(metadata):
+    scores, contexts = evaluate("longbench_v2_loglikelihood", metadata)
+    assert scores["score"] == 1 and len(contexts) == 36
+    assert all(text.endswith("The correct answer is (") for text in contexts)
+
+
+def test_what_cannot_be_done_without_the_harness(metadata):
+    with pytest.raises(ValueError, match="longbench_v2_cot asks twice"):
+        dataset(**metadata, mode="cot")
+    with pytest.raises(ValueError, match="tokenizer="):
+        dataset(**{**metadata, "tokenizer": None})
+    with pytest.raises(InputError, match="task.limit"):
+        dataset(**{**metadata, "limit": 99})
+
+
+def test_a_category_without_questions_is_not_a_number():
+    assert mean_of_own([None, 1.0, 0.0]) == 0.5
+    assert mean_of_own([None]) != mean_of_own([None])
