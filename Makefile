@@ -2,7 +2,7 @@
 # make test        the CPU tests
 # make test-gpu    the GPU tests
 # make lint        ruff and mypy
-# make bench       kernels, whole call and time to first token on a CUDA device: about 10 minutes on an H200;
+# make bench       kernels, whole calls of all methods and time to first token on a CUDA device: half an hour on an H200;
 #                  bench-kernel, bench-attention and bench-ttft are its parts, BENCH_ARGS goes to each of them
 # make bench-ruler building RULER samples; needs no GPU
 # make clean       remove the environment and build products; results and the download cache stay
@@ -62,8 +62,11 @@ lint: $(VENV)/.installed
 
 bench: bench-kernel bench-attention bench-ttft
 
-bench-kernel bench-attention: bench-%: $(GPU_NEEDS)
-	$(GPU_PYTHON) -m prefill_kernels.bench $* $(BENCH_ARGS)
+bench-kernel: $(GPU_NEEDS)
+	$(GPU_PYTHON) -m prefill_kernels.bench kernel $(BENCH_ARGS)
+
+bench-attention: $(GPU_NEEDS)
+	$(GPU_PYTHON) -m evalkit.bench attention $(BENCH_ARGS)
 
 bench-ttft: $(GPU_NEEDS)
 	@if $(GPU_PYTHON) -c 'import transformers' 2>/dev/null; then \

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefill_kernels import BlockPlan, PagedKV
+from prefill_kernels import BlockPlan, Capabilities, PagedKV
 from prefill_kernels.bench.inputs import FORMAT
 from safetensors.torch import save_file
 from torch import Tensor
@@ -57,16 +57,26 @@ class Recorder(Method):
     def __init__(
         self, method: Method, layers: Collection[int], *, tensors: bool = True, selections: bool = False
     ) -> None:
-        super().__init__(method.block_size)
+        super().__init__(method.block_size, method.calibration, method.budget_target)
         self.method, self.layers = method, frozenset(layers)
         self.tensors, self.selections = tensors, selections
         self.captures: dict[int, LayerCapture] = {}
-        # Class variables of a method; the session asks the instance.
+        # Class variables of a method; whoever asks, asks the instance.
         self.name, self.chunkable = method.name, method.chunkable  # type: ignore[misc]
+        self.knob, self.file_fields = method.knob, method.file_fields  # type: ignore[misc]
 
     def validate(self) -> None:
         """Check the method's own fields."""
         self.method.validate()
+
+    def check_model(self, layers: int, heads: int) -> None:
+        """Check the method's own tables."""
+        self.method.check_model(layers, heads)
+
+    @property
+    def features(self) -> Capabilities:
+        """The method's."""
+        return self.method.features
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> Plan:
         """The method's plan; what it was made from is kept. A prompt's first chunk replaces an earlier prompt."""

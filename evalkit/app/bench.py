@@ -24,7 +24,7 @@ from .main import arguments
 
 BENCHES = {
     "kernel": ("prefill_kernels.bench.config:KernelBench", "prefill_kernels.bench.command:launch"),
-    "attention": ("prefill_kernels.bench.config:AttentionBench", "prefill_kernels.bench.command:launch"),
+    "attention": ("evalkit.bench.settings:MethodsBench", "evalkit.bench.attention:launch"),
     "ttft": ("evalkit.bench.settings:TtftBench", "evalkit.bench.ttft:launch"),
     "capture": ("evalkit.bench.settings:CaptureSettings", "evalkit.bench.capture:launch"),
 }
@@ -33,14 +33,15 @@ BENCHES = {
 HELP = """usage: evalkit bench <name> [key=value ...]
 
 Measure on a CUDA device and append one number a row to a CSV file (out=, default results/<device>/benchmarks.csv);
-evalkit report --bench <file> makes tables and figures of it. A list is written [a,b].
+evalkit report --bench <file> makes tables and figures of it. A list is written [a,b]. Methods are named by preset, with
+settings behind it: "variants=[fa2,xattention,'xattention:stride=16:threshold=0.95']".
 
 {benches}
 
   --cfg job             print the settings and run nothing
   --config-dir DIR      add a directory with bench/<name>.yaml files of your own
 
-Where hydra is not installed: python -m prefill_kernels.bench kernel|attention, python -m evalkit.bench ttft.
+Where hydra is not installed: python -m prefill_kernels.bench kernel, python -m evalkit.bench attention|ttft.
 
 Exit code: 0 done, 1 a result was wrong, 2 bad input (nothing was run), 130 interrupted."""
 

@@ -1,1 +1,1 @@
-"""Benchmarks of whole models, and captures of their attention inputs; the kernels' own are in prefill_kernels.bench."""
+"""Benchmarks of methods and of whole models, and captures; those of the kernels alone are in prefill_kernels.bench."""

@@ -1,4 +1,7 @@
-"""``python -m evalkit.bench ttft``: what ``evalkit bench ttft`` runs, where only torch, triton and transformers are."""
+"""``python -m evalkit.bench attention|ttft``: what ``evalkit bench`` runs, where Hydra is not installed.
+
+``attention`` needs torch and triton alone, ``ttft`` transformers too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,20 @@ import sys
 
 from prefill_kernels.bench.command import main_with
 
-from .settings import TtftBench
-from .ttft import launch
+from .settings import MethodsBench, TtftBench
+
+
+def launch(settings: MethodsBench | TtftBench, command: str) -> object:
+    """Run the benchmark of the settings; what it needs is imported then."""
+    if isinstance(settings, MethodsBench):
+        from .attention import launch as attention
+
+        return attention(settings, command)
+    from .ttft import launch as ttft
+
+    return ttft(settings, command)
+
 
 if __name__ == "__main__":
-    sys.exit(main_with("python -m evalkit.bench", {"ttft": TtftBench}, launch, sys.argv[1:]))
+    classes = {"attention": MethodsBench, "ttft": TtftBench}
+    sys.exit(main_with("python -m evalkit.bench", classes, launch, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Settings of the benchmarks that run a model; nothing heavy is imported to check them."""
+"""Settings of the benchmarks that run methods or models; nothing heavy is imported to check them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from prefill_kernels.bench.config import (
     BLOCK,
+    DENSE,
+    SYNTHETIC,
+    AttentionBench,
+    BenchError,
     BenchSettings,
     require,
     require_each,
@@ -15,8 +19,62 @@ from prefill_kernels.bench.config import (
 
 from ..config import DEVICES, ModelConfig, PerplexityConfig
 from ..errors import InputError, near_matches
+from ..methods.base import Method
+from ..methods.presets import from_text, names, names_a_file
 
+BASELINES = ("xattention", "flexprefill", "minference", "blasst")
+COSA = ("cosa:select.p=0.95", "cosa:select.rule=budget:select.budget=0.2")
 TTFT_VARIANTS = ("fa2", "cudnn", "cosa", "cosa_vote", "harness", "harness_dense")
+
+
+def methods_among(variants: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Method]:
+    """Methods of the variants that are none of ``others``, by variant.
+
+    Raises:
+        BenchError: an unknown variant, or a setting behind a preset that cannot be used.
+    """
+    found = {}
+    for variant in (item for item in variants if item not in others):
+        if variant.partition(":")[0] not in names():
+            raise BenchError("variants", variant, near_matches(variant, {*others, *names()}))
+        try:
+            found[variant] = from_text(variant, "variants")
+        except InputError as error:
+            raise BenchError(error.field, error.value, error.allowed) from None
+    return found
+
+
+@dataclass(frozen=True)
+class MethodsBench(AttentionBench):
+    """The whole attention call of sparse methods, selection included, against dense kernels.
+
+    Args:
+        inputs: ``synthetic`` (the 8B shape), or a safetensors file of captured Q, K and V. Methods are measured at its
+            length and, on its first tokens, at each of ``lengths`` below that.
+        variants: dense kernels; ``cosa`` (the sweep that the settings below describe); and methods, by preset, with
+            settings behind it: ``xattention``, ``xattention:stride=16:threshold=0.95``, ``cosa:select.p=0.95``.
+        budgets: Stage-1 shares of the causal blocks, vote off.
+        strides: of the proxy; the first is that of everything but ``budgets``.
+        stage1, target: the operating point: Stage-1 share, and the realized block budget that the vote is tuned to.
+        sigmas: spread of the synthetic inputs' blocks, in logits, at the operating point and for the methods. Methods
+            are measured on standard normal inputs too, where all that keep a share of the mass keep nearly everything.
+        top_p: Top-p thresholds on captured inputs.
+        skip_scales: skip scales (capital delta) on captured inputs, each with every Top-p threshold.
+    """
+
+    variants: tuple[str, ...] = (*DENSE, "cosa", "xattention", "xattention:stride=16", *BASELINES[1:], *COSA)
+
+    def validate_variants(self) -> None:
+        """Every method can be made, and no table for one model's layers is asked for on synthetic inputs."""
+        found = self.methods()
+        require_variants(self.variants, (*DENSE, "cosa", *found))
+        for variant, method in found.items() if self.inputs == SYNTHETIC else ():
+            field = names_a_file(method)
+            require(field is None, "variants", variant, f"{field} only with inputs=<file>: it is for a model's layers")
+
+    def methods(self) -> dict[str, Method]:
+        """The methods by variant."""
+        return methods_among(self.variants, (*DENSE, "cosa"))
 
 
 @dataclass(frozen=True)
@@ -27,7 +85,9 @@ class TtftBench(BenchSettings):
         lengths: prompt lengths, multiples of 128.
         repeats: measured forwards, after one that warms up.
         variants: ``fa2``, ``cudnn``; ``cosa`` (fixed Stage-1 budget, no vote); ``cosa_vote`` (``stage1`` and
-            ``skip_scale``); ``harness`` and ``harness_dense`` (CoSA as ``cosa``, and SDPA, through a Session).
+            ``skip_scale``); ``harness`` and ``harness_dense`` (CoSA as ``cosa``, and SDPA, through a Session); and
+            methods, by preset, with settings behind it: ``xattention``, ``xattention:stride=16``. Random weights spread
+            attention evenly, so that a method which keeps a share of the mass keeps nearly that share of the blocks.
         budget: Stage-1 share of ``cosa`` and ``harness``.
         stride: of the proxy.
         stage1, skip_scale: of ``cosa_vote``; the realized budget is reported.
@@ -37,7 +97,7 @@ class TtftBench(BenchSettings):
 
     lengths: tuple[int, ...] = (4096, 32768, 131072)
     repeats: int = 3
-    variants: tuple[str, ...] = ("fa2", "cudnn", "cosa", "harness")
+    variants: tuple[str, ...] = ("fa2", "cudnn", "cosa", "harness", *BASELINES)
     budget: float = 0.2
     stride: int = 8
     stage1: float = 0.29
@@ -56,7 +116,8 @@ class TtftBench(BenchSettings):
         super().validate()
         whole = f"multiples of {BLOCK} tokens"
         require_each("lengths", self.lengths, lambda n: n >= BLOCK and n % BLOCK == 0, whole)
-        require_variants(self.variants, TTFT_VARIANTS)
+        found = self.methods()
+        require_variants(self.variants, (*TTFT_VARIANTS, *found))
         require_shares("budget", [self.budget])
         require_shares("stage1", [self.stage1])
         require(1 <= self.stride <= BLOCK, "stride", self.stride, f"1 to {BLOCK}")
@@ -64,6 +125,15 @@ class TtftBench(BenchSettings):
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "dim", "vocab"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
         require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
+        for variant, method in found.items():
+            try:
+                method.check_model(self.layers, self.heads)
+            except InputError as error:
+                raise BenchError("variants", variant, f"{error.field}={error.value!r}: {error.allowed}") from None
+
+    def methods(self) -> dict[str, Method]:
+        """The methods by variant."""
+        return methods_among(self.variants, TTFT_VARIANTS)
 
 
 @dataclass(frozen=True)

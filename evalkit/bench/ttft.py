@@ -1,8 +1,8 @@
 """Time to first token of a Qwen3-8B-shaped model with random weights, and the peak memory of its prefill.
 
 The real transformers class runs one forward over the prompt and keeps the logits of the last position. Attention is
-SDPA's flash or cuDNN kernel, CoSA called directly (K and V laid out in pages inside the call), or the harness's own
-path (:class:`evalkit.attention.Session`: paged cache, budget meter, call accounting).
+SDPA's flash or cuDNN kernel, CoSA or another method called directly (K and V laid out in pages inside the call), or the
+harness's own path (:class:`evalkit.attention.Session`: paged cache, budget meter, call accounting).
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ from typing import Any
 
 import torch
 from prefill_kernels import (
+    DensePlan,
     PagedKV,
     TileStats,
     block_attention,
     causal_blocks,
+    causal_cells,
+    dense_attention,
     kap_scores,
     resolve_backend,
     select_blocks,
+    sparse_attention,
 )
+from prefill_kernels.bench.check import check_attention
 from prefill_kernels.bench.command import open_rows
 from prefill_kernels.bench.config import BLOCK, WrongResult
+from prefill_kernels.bench.inputs import Inputs
+from prefill_kernels.bench.planned import kernel_for
 from prefill_kernels.bench.rows import Rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
-from ..methods.base import Method
+from ..methods.base import Method, PlanContext
 from ..methods.cosa import CoSA, Select
 from ..methods.dense import Dense
+from ..methods.presets import described, from_text
 from .profiling import profile_csv
 from .settings import TTFT_VARIANTS, TtftBench
 
@@ -49,7 +57,7 @@ def launch(settings: TtftBench, command: str) -> Path:
 
     Raises:
         BenchError: no CUDA device, or a file that cannot be used.
-        WrongResult: CoSA at 100 % is not dense, or logits are not finite.
+        WrongResult: CoSA at 100 % is not dense, a method's attention is not what it planned, or logits are not finite.
     """
     rows = open_rows(settings, command)
     run(settings, rows, torch.device("cuda"))
@@ -86,8 +94,10 @@ def run(settings: TtftBench, rows: Rows, device: torch.device) -> None:
 
 
 def runnable(variants: Iterable[str]) -> list[str]:
-    """The variants in a fixed order; those of the harness are left out where its packages are not installed."""
-    names = [name for name in TTFT_VARIANTS if name in variants]
+    """The variants in a fixed order, methods last; the harness is left out where its packages are not installed."""
+    given = list(variants)
+    names = [name for name in TTFT_VARIANTS if name in given]
+    names += [name for name in given if name not in TTFT_VARIANTS]
     try:
         importlib.import_module("evalkit.attention")
     except ImportError as error:
@@ -146,6 +156,8 @@ def synchronize(device: torch.device) -> None:
 def check(settings: TtftBench, model: Qwen3ForCausalLM, variants: Iterable[str]) -> None:
     """CoSA with every block kept must give the logits of dense attention, within what two dense kernels differ by.
 
+    Other methods have no such setting in common; their attention is compared with float32 in every layer.
+
     Raises:
         WrongResult: it does not.
     """
@@ -159,6 +171,8 @@ def check(settings: TtftBench, model: Qwen3ForCausalLM, variants: Iterable[str])
         error = _distance(Forward(settings, model, name, budget=1.0)(ids), dense)
         if not error <= 3 * floor + 1e-3:
             raise WrongResult(f"{name} with every block: logits are {error:.2g} from FA2's, SDPA's math {floor:.2g}")
+    for name in (name for name in variants if name not in TTFT_VARIANTS):
+        Forward(settings, model, name, checked=True)(ids)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -171,12 +185,23 @@ class Forward:
     Args:
         settings: of the benchmark.
         model: the model.
-        variant: of ``TTFT_VARIANTS``, or ``math`` (SDPA without a fused kernel).
+        variant: of ``TTFT_VARIANTS``, a method's, or ``math`` (SDPA without a fused kernel).
         budget: Stage-1 share, where it is not the settings' own.
+        checked: compare a method's attention with float32 as it runs.
     """
 
-    def __init__(self, settings: TtftBench, model: Qwen3ForCausalLM, variant: str, budget: float | None = None) -> None:
-        self.model, self.variant, self.stride = model, variant, settings.stride
+    def __init__(
+        self,
+        settings: TtftBench,
+        model: Qwen3ForCausalLM,
+        variant: str,
+        budget: float | None = None,
+        *,
+        checked: bool = False,
+    ) -> None:
+        self.model, self.variant, self.stride, self.checked = model, variant, settings.stride, checked
+        self.method = None if variant in (*TTFT_VARIANTS, "math") else from_text(variant, "variants")
+        self.block = BLOCK if self.method is None else self.method.block_size
         self.vote = variant == "cosa_vote"
         self.share = budget or (settings.stage1 if self.vote else settings.budget)
         self.skip_scale = settings.skip_scale if self.vote else -1.0
@@ -189,6 +214,8 @@ class Forward:
         """As rows name it."""
         if self.variant in ("fa2", "cudnn", "harness_dense"):
             return "dense"
+        if self.method is not None:
+            return described(self.method)
         vote = f"skip scale {self.skip_scale:g}" if self.vote else "vote off"
         return f"Stage-1 {100 * self.share:g} %, {vote}, stride {self.stride}"
 
@@ -202,15 +229,19 @@ class Forward:
             return self.model(ids, use_cache=True, logits_to_keep=1).logits[0, -1]
 
     def budgets(self, tokens: int) -> dict[str, float]:
-        """Realized block budgets of the last forward; empty for dense attention."""
+        """Realized budgets of the last forward, a method's in cells too; empty for dense attention."""
         if self._session is not None:
             record = self._session.account().budget.record()
             return {name: record[name] for name in ("B_stage1_block", "B_block") if self.variant == "harness"}
         if not self._spent:
             return {}
-        whole = self.model.config.num_attention_heads * causal_blocks(0, tokens, BLOCK) * len(self._spent)
-        visited, computed = torch.stack(self._spent).sum(0).tolist()
-        return {"B_stage1_block": visited / whole, "B_block": computed / whole}
+        calls = self.model.config.num_attention_heads * len(self._spent)
+        visited, computed, *cells = torch.stack(self._spent).sum(0).tolist()
+        blocks = calls * causal_blocks(0, tokens, self.block)
+        found = {"B_stage1_block": visited / blocks, "B_block": computed / blocks}
+        for name, count in zip(("B_stage1", "B"), cells, strict=False):
+            found[name] = count / (calls * causal_cells(0, tokens))
+        return found
 
     def _harness(self, ids: Tensor) -> Tensor:
         from ..attention import Session  # needs packages that the other variants do not
@@ -245,16 +276,30 @@ class Forward:
             out, stats = self._cosa(q, k, v, scaling)
             self._spent.append(torch.stack([stats.visited_blocks.sum(), stats.computed_blocks.sum()]))
             return out.transpose(1, 2), None
+        if self.method is not None:
+            return self._planned(self.method, module.layer_idx, q, k, v, scaling).transpose(1, 2), None
         with sdpa_kernel(_SDPA[self.variant]):
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
 
+    def _planned(self, method: Method, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        length, kv = q.shape[2], _pages(k, v)
+        plan = method.plan(q, kv, PlanContext(layer, 0, length, scaling, self.backend))
+        if isinstance(plan, DensePlan):
+            blocks, cells = (
+                count * q.shape[1] for count in (causal_blocks(0, length, self.block), causal_cells(0, length))
+            )
+            self._spent.append(torch.tensor([blocks, blocks, cells, cells], device=q.device))
+            return dense_attention(q, k, v, scale=scaling)
+        out, stats = sparse_attention(q, kv, plan, scale=scaling, backend=kernel_for(plan, self.backend))
+        parts = (stats.visited_blocks, stats.computed_blocks, stats.visited_cells, stats.computed_cells)
+        self._spent.append(torch.stack([x.sum(dtype=torch.int64) for x in parts]))
+        if self.checked:
+            check_attention(f"{self.variant}, layer {layer}", Inputs(q, kv, k, v, scaling), plan, out, stats)
+        return out
+
     def _cosa(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, TileStats]:
-        length = q.shape[2]
-        # The model's cache holds [Hkv, L, d]: without the copy the pages are strided views, which kernels refuse.
-        k_pages, v_pages = (x.transpose(1, 2).contiguous().view(-1, BLOCK, x.shape[1], x.shape[3]) for x in (k, v))
-        table = torch.arange(length // BLOCK, dtype=torch.int32, device=q.device)[None]
-        kv = PagedKV(k_pages, v_pages, table, length, in_order=True)
+        length, kv = q.shape[2], _pages(k, v)
         scores = kap_scores(q, kv, stride=self.stride, scale=scaling, backend=self.backend)
         plan = select_blocks(
             scores,
@@ -267,6 +312,14 @@ class Forward:
             backend=self.backend,
         )
         return block_attention(q, kv, plan, scale=scaling, backend=self.backend)
+
+
+def _pages(k: Tensor, v: Tensor) -> PagedKV:
+    """K and V [1, Hkv, L, d] in pages, in order."""
+    # The model's cache holds [Hkv, L, d]: without the copy the pages are strided views, which kernels refuse.
+    k_pages, v_pages = (x.transpose(1, 2).contiguous().view(-1, BLOCK, x.shape[1], x.shape[3]) for x in (k, v))
+    table = torch.arange(k.shape[2] // BLOCK, dtype=torch.int32, device=k.device)[None]
+    return PagedKV(k_pages, v_pages, table, k.shape[2], in_order=True)
 
 
 _SDPA = {

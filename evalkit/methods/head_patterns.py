@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..errors import InputError, near_matches
 
 SIZES = {
@@ -97,6 +95,8 @@ def load_patterns(path: str, field: str) -> PatternTable:
 
 @functools.lru_cache(maxsize=64)
 def _read(path: str, changed: int, size: int, field: str) -> PatternTable:
+    import yaml  # a method without a table needs torch alone
+
     try:
         # JSON is YAML: one reader for both.
         content = yaml.load(
@@ -153,6 +153,8 @@ def _pattern(entry: Any, where: str, path: str, field: str) -> HeadPattern:
 
 def table_text(heads: Sequence[Sequence[HeadPattern]], facts: Mapping[str, Any]) -> str:
     """A table in our form as YAML, one head a line, under ``facts`` that say where it came from."""
+    import yaml
+
     lines = [yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True).rstrip(), "patterns:"]
     for layer in heads:
         for head, pattern in enumerate(layer):

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from ..errors import InputError
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +77,13 @@ def load_table(path: str, field: str, *, above: float = -math.inf, at_most: floa
 
 @functools.lru_cache(maxsize=64)
 def _read(path: str, changed: int, size: int, field: str, above: float, at_most: float) -> HeadTable:
+    import yaml  # a method without a table needs torch alone
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = Path(path).read_text(encoding="utf-8")
         # The YAML reader takes a number like 1e-05, as JSON writes it, for text.
-        content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader=_LOADER)
+        content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader=loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(field, path, f"a YAML or JSON table ({str(error).splitlines()[0]})") from None
     rows = content.get("values") if isinstance(content, dict) else content

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,7 @@ FILES = {
     "jumping": "jumping",
     "stages": "stages",
     "ttft": "ttft",
+    "methods": "methods",
 }
 FORMATS = ("markdown", "png", "svg")
 USUAL = "results/h200/benchmarks.csv"
@@ -178,6 +179,10 @@ class Table:
 
 
 SPEED = ("ms", "TF/s", "% of dense peak", "over FA2", "over fastest dense", "B_stage1 %", "B %", "also", "commit")
+METHODS = (
+    "ms", "plan ms", "attention ms", "TF/s", "% of dense peak", "over FA2", "over fastest dense", "B_stage1 %", "B %",
+    "B_block %", "plan GiB", "also", "commit",
+)  # fmt: skip
 TTFT = ("TTFT s", "over FA2", "peak GiB", "B_stage1 %", "B %", "commit")
 
 ALSO: dict[str, tuple[str, float, str]] = {
@@ -193,7 +198,7 @@ ALSO: dict[str, tuple[str, float, str]] = {
 EXPLANATION = (
     "Medians of device time. TF/s count executed products: QK and PV of computed blocks, QK of skipped ones, sampled "
     "pairs of the proxy, the causal half of the square for dense attention. The dense peak is the rate of the fastest "
-    "dense kernel measured on the same inputs. B counts whole blocks."
+    "dense kernel measured on the same inputs. B counts whole blocks; of methods it counts cells, B_block whole blocks."
 )
 
 
@@ -203,7 +208,7 @@ def tables(benchmarks: Benchmarks) -> list[Table]:
     names = tuple(point.setting.removesuffix("dense") for point in captured)
 
     def attention(of_captures: bool) -> list[Point]:
-        chosen = [point for point in benchmarks.points if point.bench == "attention"]
+        chosen = [point for point in benchmarks.points if point.bench == "attention" and not is_method(point)]
         return [point for point in chosen if bool(names and point.setting.startswith(names)) == of_captures]
 
     groups = {
@@ -217,6 +222,11 @@ def tables(benchmarks: Benchmarks) -> list[Table]:
         for title, points in groups.items()
         if points
     ]
+    methods = [point for point in benchmarks.points if is_method(point)]
+    if methods:
+        rows = [_method_row(benchmarks, point) for point in methods]
+        title = "Methods, whole call with the selection, mean over inputs or captured layers"
+        found.append(Table(title, ("variant", "setting", "tokens", *METHODS), rows))
     ttft = [point for point in benchmarks.points if point.bench == "ttft"]
     if ttft:
         rows = [_ttft_row(benchmarks, point) for point in ttft]
@@ -229,11 +239,6 @@ def _speed_row(benchmarks: Benchmarks, point: Point) -> list[str]:
     ratios = {name: benchmarks.ratio(point, name) for name in ("share_of_dense", "speedup_fa2", "speedup_dense")}
     if point.variant in ("kap", "select", "matmul"):  # a stage or a bare product is no attention call
         ratios["speedup_fa2"] = ratios["speedup_dense"] = None
-    also = [
-        text.format(f"{metrics[name] * factor:.{digits}f}")
-        for name, (text, factor, digits) in ALSO.items()
-        if name in metrics
-    ]
     return [
         point.variant,
         point.setting,
@@ -245,9 +250,41 @@ def _speed_row(benchmarks: Benchmarks, point: Point) -> list[str]:
         _text(ratios["speedup_dense"], 2),
         _text(metrics.get("B_stage1_block"), 1, 100),
         _text(metrics.get("B_block"), 1, 100),
-        ", ".join(also) or DASH,
+        _also(metrics),
         ", ".join(point.commits),
     ]
+
+
+def is_method(point: Point) -> bool:
+    """Whether a point is the whole call of a method, with its stages as metrics."""
+    return point.bench == "attention" and "plan_ms" in point.metrics
+
+
+def _method_row(benchmarks: Benchmarks, point: Point) -> list[str]:
+    metrics = point.metrics
+    return [
+        point.variant,
+        point.setting,
+        str(point.tokens),
+        *(_text(metrics.get(name), 3) for name in ("ms", "plan_ms", "attention_ms")),
+        _text(metrics.get("tflops"), 0),
+        _text(benchmarks.ratio(point, "share_of_dense"), 0, 100),
+        *(_text(benchmarks.ratio(point, name), 2) for name in ("speedup_fa2", "speedup_dense")),
+        *(_text(metrics.get(name), 1, 100) for name in ("B_stage1", "B", "B_block")),
+        _text(metrics.get("plan_memory"), 2),
+        _also(metrics),
+        ", ".join(point.commits),
+    ]
+
+
+def _also(metrics: Mapping[str, float]) -> str:
+    """What is worth saying besides the columns."""
+    found = [
+        text.format(f"{metrics[name] * factor:.{digits}f}")
+        for name, (text, factor, digits) in ALSO.items()
+        if name in metrics
+    ]
+    return ", ".join(found) or DASH
 
 
 def _ttft_row(benchmarks: Benchmarks, point: Point) -> list[str]:

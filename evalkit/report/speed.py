@@ -1,8 +1,9 @@
-"""Figures of a benchmark file: speedup, jumping against logical skipping, stages, and time to first token by length."""
+"""Figures of a benchmark file: speedup, jumping against logical skipping, stages, methods, and time to first token."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .bench import Benchmarks, Point, by_setting
+from .bench import Benchmarks, Point, by_setting, is_method
+from .names import unique
 from .palette import COLOURS, DENSE, MARKERS
 from .pareto import STYLE, render
 
@@ -30,6 +32,18 @@ METHODS = (
     "jumping, Hopper",
     "CoSA in the harness",
     "dense in the harness",
+    "xattention",
+    "xattention stride=16",
+    "flexprefill",
+    "minference",
+    "blasst",
+    "cosa select.p=0.95",
+    "cosa select.rule=budget select.budget=0.2",
+    "flashprefill",
+    "spargeattn",
+    "oracle_topk",
+    "random",
+    "streaming",
 )
 """Methods with a colour and marker of their own, the same in every figure; CoSA looks as in the Pareto plots. FA2 is
 the black dashed line."""
@@ -52,13 +66,14 @@ BUDGET = re.compile(r"budget (\d+)%")
 
 
 def figures(benchmarks: Benchmarks) -> dict[str, Figure]:
-    """Figures by name, ``speedup``, ``jumping``, ``stages`` and ``ttft``, as far as the file holds their rows."""
+    """Figures by name, ``speedup``, ``jumping``, ``stages``, ``ttft``, ``methods``, where the file holds their rows."""
     with rc_context(STYLE):
         made = {
             "speedup": _speedup(benchmarks),
             "jumping": _jumping(benchmarks),
             "stages": _stages(benchmarks),
             "ttft": _ttft(benchmarks),
+            "methods": _methods(benchmarks),
         }
     return {name: figure for name, figure in made.items() if figure is not None}
 
@@ -72,18 +87,31 @@ def call_name(setting: str) -> str | None:
     return None
 
 
-def _style(method: str) -> dict[str, Any]:
+def method_name(variant: str) -> str:
+    """A variant as figures name it: ``xattention:stride=16`` is "xattention stride=16"."""
+    return NAMES.get(variant) or variant.replace(":", " ")
+
+
+def _style(method: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Colour and marker; a method that is not in METHODS has the next ones by its place among ``others``."""
     if method == "FA2":
         return {"color": DENSE, "linestyle": (0, (4, 3)), "linewidth": 1.0}
-    at = METHODS.index(method) if method in METHODS else len(METHODS)
+    known = [*METHODS, *(name for name in others if name not in METHODS)]
+    at = known.index(method) if method in known else len(known)
     colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
     return {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.4, "markeredgecolor": "white"}
 
 
-def _line(axis: Axes, points: Sequence[tuple[int, float | None]], method: str, label: str | None = None) -> None:
+def _line(
+    axis: Axes,
+    points: Sequence[tuple[int, float | None]],
+    method: str,
+    label: str | None = None,
+    others: Sequence[str] = (),
+) -> None:
     known = [(tokens, value) for tokens, value in points if value is not None]
     if known:
-        axis.plot(*zip(*known, strict=True), label=label or method, **_style(method))
+        axis.plot(*zip(*known, strict=True), label=label or method, **_style(method, others))
 
 
 def _figure(columns: int, lines: int = 1) -> tuple[Figure, list[Axes]]:
@@ -151,10 +179,78 @@ def _label(method: str, setting: str) -> str:
 
 
 def _over_fa2(
-    axis: Axes, benchmarks: Benchmarks, points: Sequence[Point], method: str, label: str | None = None
+    axis: Axes,
+    benchmarks: Benchmarks,
+    points: Sequence[Point],
+    method: str,
+    label: str | None = None,
+    others: Sequence[str] = (),
 ) -> None:
     ordered = sorted(points, key=lambda point: point.tokens)
-    _line(axis, [(point.tokens, benchmarks.ratio(point, "speedup_fa2")) for point in ordered], method, label)
+    _line(axis, [(point.tokens, benchmarks.ratio(point, "speedup_fa2")) for point in ordered], method, label, others)
+
+
+def _methods(benchmarks: Benchmarks) -> Figure | None:
+    """Whole calls over FA2 against length, one panel a kind of inputs, the realized B of each method at its end."""
+    kinds: dict[str, dict[tuple[str, str], list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for point in filter(is_method, benchmarks.points):
+        kind, _, knobs = point.setting.partition(", ")
+        kinds[kind][point.variant, knobs].append(point)
+    if not kinds:
+        return None
+    every = sorted({method_name(variant) for groups in kinds.values() for variant, _ in groups})
+    columns = min(2, len(kinds))
+    figure, axes = _figure(columns, -(-len(kinds) // columns))
+    for axis in axes[len(kinds) :]:
+        axis.set_visible(False)
+    for axis, (kind, groups) in zip(axes, kinds.items(), strict=False):
+        axis.axhline(1.0, label="FA2", **_style("FA2"))
+        _dense_beside(axis, benchmarks, kind, {point.tokens for points in groups.values() for point in points})
+        variants = [variant for variant, _ in groups]
+        ends = []
+        for (variant, knobs), points in groups.items():
+            method = method_name(variant)
+            # One variant measured twice with different knobs (a preset that has changed) is told apart by them.
+            label = method if variants.count(variant) == 1 else f"{method} ({knobs})"
+            _over_fa2(axis, benchmarks, points, method, label, every)
+            last = max(points, key=lambda point: point.tokens)
+            speedup, budget = benchmarks.ratio(last, "speedup_fa2"), last.metrics.get("B")
+            if speedup is not None and budget is not None:
+                ends.append((last.tokens, speedup, f"{100 * budget:.0f} %", _style(method, every)["color"]))
+        _lengths(axis, [point.tokens for points in groups.values() for point in points])
+        axis.set_ylim(bottom=0)
+        _write_ends(axis, ends)
+        axis.set_ylabel("speedup over FA2")
+        axis.set_title(f"{kind}, {benchmarks.device}; B at the end", loc="left")
+    _legend(figure, axes[: len(kinds)], 3)
+    return figure
+
+
+def _dense_beside(axis: Axes, benchmarks: Benchmarks, kind: str, lengths: set[int]) -> None:
+    """Dense kernels on captured inputs of that name, else on synthetic ones, at the lengths of the methods."""
+    own = f"{kind}, dense"
+    setting = own if any(point.setting == own for point in benchmarks.of("attention", "fa2")) else "dense"
+    for variant in ("cudnn", "flashinfer"):
+        points = [p for p in benchmarks.of("attention", variant) if p.setting == setting and p.tokens in lengths]
+        _over_fa2(axis, benchmarks, points, NAMES[variant])
+
+
+def _write_ends(axis: Axes, ends: Iterable[tuple[int, float, str, str]]) -> None:
+    """Texts right of the ends of curves, moved apart where they would lie on each other."""
+    ordered = sorted(ends, key=lambda end: end[1])
+    top = axis.get_ylim()[1]
+    step = top / 22
+    places: list[float] = []
+    for _, value, _, _ in ordered:
+        places.append(max([value, *(place + step for place in places[-1:])]))
+    for i in reversed(range(len(places))):
+        places[i] = min([places[i], top if i + 1 == len(places) else places[i + 1] - step])
+    for (tokens, _, text, colour), place in zip(ordered, places, strict=True):
+        axis.annotate(
+            text, (tokens, place), xytext=(6, 0), textcoords="offset points", fontsize=7.5, color=colour, va="center"
+        )
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right * (right / left) ** 0.08)
 
 
 def _jumping(benchmarks: Benchmarks) -> Figure | None:
@@ -231,16 +327,21 @@ def _stages(benchmarks: Benchmarks) -> Figure | None:
 def _ttft(benchmarks: Benchmarks) -> Figure | None:
     """Seconds to the first token, and speedup over FA2."""
     points = [point for point in benchmarks.points if point.bench == "ttft" and "ttft" in point.metrics]
-    variants = [variant for variant in NAMES if any(point.variant == variant for point in points)]
+    measured = unique(point.variant for point in points)
+    variants = [variant for variant in NAMES if variant in measured]
+    variants += [variant for variant in measured if variant not in NAMES]
+    others = sorted(method_name(variant) for variant in variants)
     if not variants:
         return None
     figure, (left, right) = _figure(2)
     right.axhline(1.0, **_style("FA2"))
     for variant in variants:
         found = sorted((point for point in points if point.variant == variant), key=lambda point: point.tokens)
-        _line(left, [(point.tokens, point.metrics["ttft"]) for point in found], NAMES[variant])
+        name = method_name(variant)
+        _line(left, [(point.tokens, point.metrics["ttft"]) for point in found], name, None, others)
         if variant != "fa2":
-            _line(right, [(point.tokens, benchmarks.ttft_speedup(point)) for point in found], NAMES[variant])
+            speedups = [(point.tokens, benchmarks.ttft_speedup(point)) for point in found]
+            _line(right, speedups, name, None, others)
     for axis in (left, right):
         _lengths(axis, [point.tokens for point in points])
     left.set_yscale("log")

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from prefill_kernels.bench import AttentionBench, KernelBench
+from prefill_kernels.bench import KernelBench
 from prefill_kernels.bench.config import WrongResult
 
 from evalkit import cli
 from evalkit.app import bench
-from evalkit.bench.settings import CaptureSettings, TtftBench
+from evalkit.bench.settings import CaptureSettings, MethodsBench, TtftBench
 
 
 @pytest.fixture
@@ -30,16 +30,16 @@ def launched(monkeypatch, tmp_path):
 def test_defaults(launched):
     for name in ("kernel", "attention", "ttft"):
         assert cli.main(["bench", name]) == 0
-    assert [settings for settings, _ in launched] == [KernelBench(), AttentionBench(), TtftBench()]
+    assert [settings for settings, _ in launched] == [KernelBench(), MethodsBench(), TtftBench()]
     assert [command for _, command in launched] == [f"evalkit bench {n}" for n in ("kernel", "attention", "ttft")]
 
 
 def test_settings_reach_the_benchmark(launched, tmp_path):
     given = ["lengths=[4096,131072]", "budgets=[.2]", "out=rows.csv", "commit=abc", "repeats=3", "seed=4"]
-    assert cli.main(["bench", "attention", *given, "strides=[4]", "variants=[fa2,cosa]"]) == 0
-    expected = AttentionBench(
+    assert cli.main(["bench", "attention", *given, "strides=[4]", "variants=[fa2,cosa,'xattention:stride=16']"]) == 0
+    expected = MethodsBench(
         lengths=(4096, 131072), budgets=(0.2,), out="rows.csv", commit="abc", repeats=3, seed=4, strides=(4,),
-        variants=("fa2", "cosa"),
+        variants=("fa2", "cosa", "xattention:stride=16"),
     )  # fmt: skip
     settings, command = launched[0]
     assert settings == expected and command.startswith("evalkit bench attention 'lengths=[4096,131072]' ")
@@ -73,7 +73,13 @@ REFUSED = {
     "unknown key": (["kernel", "lenghts=[1]"], "lenghts: no such setting; did you mean lengths"),
     "length": (["kernel", "lengths=[64]"], "lengths=[64]: token counts of at least 128, each once"),
     "no list": (["kernel", "lengths=4096"], "lengths=4096: Invalid value assigned: int is not a ListConfig"),
-    "variant": (["attention", "variants=[fa2,cossa]"], "variants='cossa': did you mean cosa?"),
+    "variant": (["attention", "variants=[fa2,cossa]"], "variants='cossa': did you mean cosa, "),
+    "method": (["attention", "variants=[fa2,xatention]"], "variants='xatention': did you mean xattention"),
+    "knob": (
+        ["attention", "variants=[fa2,'xattention:stride=5']"],
+        "variants='xattention:stride=5': method.stride=5: one",
+    ),
+    "ttft method": (["ttft", "variants=[fa2,'blasst:order=up']"], "variants='blasst:order=up': method.order='up': "),
     "file": (["attention", "inputs=/none.safetensors"], "inputs='/none.safetensors': synthetic, or an existing"),
     "heads": (["ttft", "kv_heads=5"], "kv_heads=5: a divisor of heads=32"),
     "model": (["capture", "model=smolm2"], "model=smolm2: did you mean smollm2?"),

@@ -13,7 +13,7 @@ import torch
 from prefill_kernels.bench import COLUMNS, AttentionBench, BenchError, KernelBench, Rows, command
 from prefill_kernels.bench.rows import checkout_commit, default_out
 
-from evalkit.bench.settings import TtftBench
+from evalkit.bench.settings import MethodsBench, TtftBench
 
 WRONG = [
     (KernelBench(lengths=()), "lengths=[]: token counts of at least 128"),
@@ -32,7 +32,7 @@ WRONG = [
     (AttentionBench(inputs="/none.safetensors"), "inputs='/none.safetensors': synthetic, or an existing"),
     (TtftBench(lengths=(1000,)), "lengths=[1000]: multiples of 128"),
     (TtftBench(kv_heads=5), "kv_heads=5: a divisor of heads=32"),
-    (TtftBench(variants=("fa2", "cosavote")), "did you mean cosa_vote?"),
+    (TtftBench(variants=("fa2", "cosavote")), "did you mean cosa_vote, "),
     (TtftBench(skip_scale=0), "skip_scale=0: above 0"),
 ]
 
@@ -43,7 +43,7 @@ def test_bad_settings(settings, message):
         settings.validate()
 
 
-@pytest.mark.parametrize("settings", [KernelBench(), AttentionBench(), TtftBench()])
+@pytest.mark.parametrize("settings", [KernelBench(), AttentionBench(), MethodsBench(), TtftBench()])
 def test_defaults_are_fine(settings):
     settings.validate()
 
@@ -54,7 +54,9 @@ def run(*argv):
     return subprocess.run(command_line, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.parametrize("module", [("prefill_kernels.bench", "kernel"), ("evalkit.bench", "ttft")])
+@pytest.mark.parametrize(
+    "module", [("prefill_kernels.bench", "kernel"), ("evalkit.bench", "attention"), ("evalkit.bench", "ttft")]
+)
 def test_without_cuda_it_is_one_line_and_nothing_is_written(module, tmp_path):
     done = run(*module, "--out", str(tmp_path / "new" / "rows.csv"))
     assert done.returncode == 2 and not (tmp_path / "new").exists()

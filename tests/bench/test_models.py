@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from prefill_kernels import BlockPlan, block_attention
+from prefill_kernels import BlockPlan, block_attention, sparse_attention
 from prefill_kernels.bench import AttentionBench, Rows, attention
-from prefill_kernels.bench.config import WrongResult
+from prefill_kernels.bench.config import BenchError, WrongResult
 from prefill_kernels.bench.inputs import captured
 from safetensors import safe_open
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
@@ -24,8 +25,10 @@ from evalkit.bench.profiling import COLUMNS, IDLE, profile_csv, totals
 from evalkit.bench.settings import TtftBench
 from evalkit.capture import Recorder, save
 from evalkit.errors import InputError
+from evalkit.methods.base import Method
 from evalkit.methods.cosa import CoSA, Select
 from evalkit.methods.dense import Dense
+from evalkit.methods.presets import from_text
 
 CPU = torch.device("cpu")
 TINY = TtftBench(
@@ -87,15 +90,59 @@ def test_ttft_stops_when_cosa_is_not_dense_at_100_percent(monkeypatch):
         ttft.check(TINY, model, ["cosa"])
 
 
+METHODS = (
+    "xattention:threshold=0.5",
+    "flexprefill:min_budget=128",
+    "minference:vertical_size=30:slash_size=60",
+    "flexprefill",
+)
+
+
+def test_ttft_of_methods(tmp_path):
+    settings = TtftBench(**{**vars(TINY), "variants": ("fa2", *METHODS), "lengths": (512,)})
+    settings.validate()
+    rows = Rows(tmp_path / "rows.csv", "a command", "abc", device="cpu")
+    ttft.run(settings, rows, CPU)
+    with rows.path.open(newline="") as file:
+        found = {(r["variant"], r["metric"]): r for r in csv.DictReader(file)}
+    assert {key[0] for key in found} == {"fa2", *METHODS}
+    assert found[METHODS[0], "ttft"]["setting"] == "stride=8 threshold=0.5"
+    budgets = {name: float(found[name, "B"]["value"]) for name in METHODS}
+    assert 0 < budgets[METHODS[0]] < 0.9 and budgets[METHODS[2]] < 1
+    assert budgets["flexprefill"] == float(found["flexprefill", "B_block"]["value"]) == 1, "dense: a short prompt"
+    assert all(float(found[name, "B"]["value"]) <= float(found[name, "B_stage1"]["value"]) for name in METHODS)
+
+
+def test_ttft_stops_when_a_method_attends_to_something_else(monkeypatch):
+    model = ttft.build(TINY, CPU)
+    ttft.check(TINY, model, METHODS)
+
+    def wrong(q, kv, plan, **settings):
+        out, stats = sparse_attention(q, kv, plan, **settings)
+        return out.flip(1), stats
+
+    monkeypatch.setattr(ttft, "sparse_attention", wrong)
+    with pytest.raises(WrongResult, match="xattention:threshold=0.5, layer 0: tile 0"):
+        ttft.check(TINY, model, METHODS[:1])
+
+
+def test_ttft_refuses_a_table_of_another_model(tmp_path):
+    table = tmp_path / "t.yaml"
+    table.write_text("[[0.9, 0.8], [0.7, 0.6]]")
+    variant = f"xattention:threshold_table={table}"
+    with pytest.raises(BenchError, match="a table of 2 layers x 4 query heads"):
+        TtftBench(**{**vars(TINY), "variants": ("fa2", variant)}).validate()
+
+
 def test_ttft_without_the_packages_of_the_harness():
     code = (
         "import sys\n"
         "for name in ('pandas', 'hydra', 'omegaconf', 'lm_eval', 'datasets'): sys.modules[name] = None\n"
         "from evalkit.bench.ttft import runnable\n"
-        "print(runnable(['harness', 'cosa', 'fa2']))"
+        "print(runnable(['xattention', 'harness', 'cosa', 'fa2']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "['fa2', 'cosa']\n", done.stderr
+    assert done.stdout == "['fa2', 'cosa', 'xattention']\n", done.stderr
     assert "harness: left out" in done.stderr
 
 
@@ -258,6 +305,45 @@ def test_whole_call_on_a_capture(tmp_path, bench):
     assert all(metrics["ms"] == 2.5 for metrics in calls.values())
     off, on = calls["toy, Top-p 0.9, vote off, stride 8"], calls["toy, Top-p 0.9, skip scale 200, stride 8"]
     assert on["B_stage1"] == off["B_stage1"] == off["B"] and on["B"] <= off["B"] < 1
+
+
+def test_a_recorder_stands_for_its_method_in_all_that_is_asked(tmp_path):
+    table = tmp_path / "t.yaml"
+    table.write_text("[[0.9, 0.8], [0.7, 0.6]]")
+    method = CoSA(
+        select=Select(p_table=str(table)), skip_scale=100.0, calibration="c.yaml", budget_target=0.2, block_size=64
+    )
+    recorder = Recorder(method, (0,))
+    asked = [
+        *(item.name for item in dataclasses.fields(Method)),
+        "name",
+        "chunkable",
+        "knob",
+        "file_fields",
+        "features",
+    ]
+    assert {name: getattr(recorder, name) for name in asked} == {name: getattr(method, name) for name in asked}
+    assert recorder.estimator_cells(64, 128) == method.estimator_cells(64, 128)
+    assert recorder.warnings(50) == method.warnings(50) != []
+    methods = {name for name in vars(Method) if not name.startswith("_") and callable(getattr(Method, name))}
+    assert methods <= set(vars(Recorder)), "what the base adds must be passed on"
+    recorder.check_model(2, 2)
+    with pytest.raises(InputError, match="a table of 4 layers x 6 query heads"):
+        Session(build(), recorder)
+    with pytest.raises(InputError, match="method.stride"):
+        Recorder(CoSA(stride=0), (0,)).validate()
+
+
+@pytest.mark.parametrize("text", ["minference:vertical_size=40:slash_size=60", "flexprefill:min_budget=128"])
+def test_a_recorded_run_is_the_methods(text):
+    model, ids, method = build(), prompt(300), from_text(text)
+    with Session(model, method) as session:
+        expected = session.prefill(ids, keep_from=299)
+        budget = session.account().budget.record()
+    with Session(model, recorder := Recorder(method, (1,), selections=True)) as session:
+        assert torch.equal(session.prefill(ids, keep_from=299), expected)
+        assert session.account().budget.record() == budget
+    assert recorder.captures[1].k is not None and bool(recorder.captures[1].order) == text.startswith("flex")
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(30, (5, 14, 24)), (36, (6, 18, 29)), (2, (0, 1))])

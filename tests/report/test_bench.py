@@ -123,6 +123,37 @@ def test_ttft_measured_alone_is_compared_with_the_files_baseline(file):
     assert row(file, "cosa")["over FA2"] == "3.00"
 
 
+def with_methods(file) -> None:
+    full(file)
+    file.add("attention", "fa2", 8192, "smollm2, dense", ms=2, tflops=200)
+    for variant, knobs, b in (("xattention", "stride=8 threshold=0.9", 0.3), ("mine:a=1", "a=1", 0.1)):
+        for tokens in (4096, 8192):
+            for kind, share in (("normal inputs (flat mass)", 0.95), ("sigma 2", b)):
+                stages = {"ms": 4 * tokens / 4096, "plan_ms": 1, "attention_ms": 3, "plan_memory": 0.25}
+                budgets = {"B": share, "B_stage1": share, "B_block": share}
+                file.add("attention", variant, tokens, f"{kind}, {knobs}", tflops=150, host_ms=1.0, **stages, **budgets)
+    file.add("attention", "xattention", 8192, "smollm2, stride=8 threshold=0.9", ms=0.5, plan_ms=0.2, B=0.4)
+
+
+def test_methods_have_a_table_of_their_own(file):
+    with_methods(file)
+    titles = {table.title: table for table in tables(read(file.path))}
+    whole, methods = (titles[name] for name in titles if name.startswith(("Whole call and", "Methods")))
+    assert {cells[0] for cells in whole.rows} == {"fa2", "cudnn", "kap", "select", "osk", "call"}
+    assert {cells[0] for cells in methods.rows} == {"xattention", "mine:a=1"} and len(methods.rows) == 9
+    found = row(file, "xattention", "sigma 2, stride=8 threshold=0.9", "8192")
+    assert (found["ms"], found["plan ms"], found["attention ms"], found["plan GiB"]) == (
+        "8.000",
+        "1.000",
+        "3.000",
+        "0.25",
+    )
+    assert (found["over FA2"], found["over fastest dense"], found["% of dense peak"]) == ("4.00", "2.00", "25")
+    assert (found["B_stage1 %"], found["B %"], found["also"]) == ("30.0", "30.0", "host 1.00 ms")
+    captured = row(file, "xattention", "smollm2, stride=8 threshold=0.9")
+    assert (captured["over FA2"], captured["B_stage1 %"]) == ("4.00", "-"), "over the dense kernel on those inputs"
+
+
 # ------------------------------------------------------------------------------ bad files
 def test_no_file(tmp_path):
     with pytest.raises(InputError, match=r"bench='.*none.csv': a readable CSV file .*No such file"):
@@ -240,6 +271,36 @@ def test_stages_add_up(file):
     for axis in speed.figures(read(file.path))["stages"].axes:
         heights = [patch.get_height() for patch in axis.patches]
         assert sum(heights) == pytest.approx(200) and heights[0] == pytest.approx(100 * 0.1 / 1.15)
+
+
+def test_methods_figure(file):
+
+    with_methods(file)
+    axes = speed.figures(read(file.path))["methods"].axes
+    shown = {axis.get_title("left").partition(",")[0]: axis for axis in axes if axis.get_visible()}
+    assert list(shown) == ["normal inputs (flat mass)", "sigma 2", "smollm2"]
+    curves = lines(shown["sigma 2"])
+    assert set(curves) == {"FA2", "cuDNN", "xattention", "mine a=1"}
+    assert list(curves["xattention"].get_ydata()) == [2, 4] and list(curves["xattention"].get_xdata()) == [4096, 8192]
+    assert set(lines(shown["smollm2"])) == {"FA2", "xattention"}
+    looks = {}
+    for axis in shown.values():
+        for name, line in lines(axis).items():
+            looks.setdefault(name, set()).add((line.get_color(), line.get_marker()))
+    assert all(len(found) == 1 for found in looks.values()), "a method looks the same in every panel"
+    assert len(set().union(*looks.values())) == len(looks), "and like no other"
+    ends = {text.get_text(): text for text in shown["sigma 2"].texts}
+    assert set(ends) == {"10 %", "30 %"} and len({text.xy[1] for text in ends.values()}) == 2, "apart at one height"
+
+
+def test_ttft_figure_of_methods(file):
+    full(file)
+    file.add("ttft", "xattention", 4096, "stride=8 threshold=0.9", ttft=0.4)
+    file.add("ttft", "blasst:skip_scale=5", 4096, "skip_scale=5", ttft=0.8)
+    left, right = speed.figures(read(file.path))["ttft"].axes
+    assert set(lines(left)) == {"FA2", "CoSA, stride 8", "xattention", "blasst skip_scale=5"}
+    assert list(lines(right)["xattention"].get_ydata()) == [2.5]
+    assert len({(line.get_color(), line.get_marker()) for line in left.get_lines()}) == 4
 
 
 def test_the_committed_file(console, tmp_path):

@@ -4,6 +4,7 @@
 * :mod:`.inputs`: synthetic inputs of the 8B shape, and inputs captured from a model,
 * :mod:`.check`: what is timed is first compared with float32 on a few tiles,
 * :mod:`.measure`: one kernel, one proxy, one whole call: time, executed TF/s, speedups,
+* :mod:`.planned`: the whole call of any method,
 * :mod:`.kernel` and :mod:`.attention`: what is measured at each length,
 * :mod:`.rows`: one number a row, appended to a CSV file as it comes.
 

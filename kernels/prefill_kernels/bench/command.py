@@ -65,10 +65,7 @@ def launch(settings: KernelBench | AttentionBench, command: str) -> Path:
         BenchError: no CUDA device, no Triton, or a file that cannot be used.
         WrongResult: a kernel does not compute what it should; nothing was timed of it.
     """
-    rows = open_rows(settings, command)
-    bench = Bench(rows, torch.device("cuda"), functools.partial(timing.medians, least=settings.repeats))
-    if (problem := triton_problem()) is not None:
-        raise BenchError("backend", bench.backend, f"triton or hopper: {problem}")
+    bench = device_bench(settings, command)
     if isinstance(settings, KernelBench):
         from .kernel import run as run_kernel
 
@@ -77,7 +74,20 @@ def launch(settings: KernelBench | AttentionBench, command: str) -> Path:
         from .attention import run as run_attention
 
         run_attention(settings, bench)
-    return rows.path
+    return bench.rows.path
+
+
+def device_bench(settings: BenchSettings, command: str) -> Bench:
+    """What measures attention on the CUDA device.
+
+    Raises:
+        BenchError: no CUDA device, no Triton, or a file that cannot be used.
+    """
+    rows = open_rows(settings, command)
+    bench = Bench(rows, torch.device("cuda"), functools.partial(timing.medians, least=settings.repeats))
+    if (problem := triton_problem()) is not None:
+        raise BenchError("backend", bench.backend, f"triton or hopper: {problem}")
+    return bench
 
 
 def open_rows(settings: BenchSettings, command: str) -> Rows:

@@ -38,6 +38,7 @@ class Inputs:
         k, v: [1, Hkv, L, d].
         scale: softmax scaling.
         name: what they are, for settings of rows; empty for synthetic ones.
+        layer: of the model they were captured from; 0 for synthetic ones.
     """
 
     q: Tensor
@@ -46,6 +47,7 @@ class Inputs:
     v: Tensor
     scale: float
     name: str = ""
+    layer: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,7 +60,7 @@ class Inputs:
         return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v))
 
 
-def from_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, seed: int, name: str = "") -> Inputs:
+def from_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, seed: int, name: str = "", layer: int = 0) -> Inputs:
     """Inputs from Q [1, L, Hq, d] and K, V [1, L, Hkv, d]; pages are shuffled, and zero beyond the sequence."""
     tokens, pages = k.shape[1], math.ceil(k.shape[1] / BLOCK)
     places = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(k.device)
@@ -71,7 +73,13 @@ def from_dense(q: Tensor, k: Tensor, v: Tensor, scale: float, seed: int, name: s
         return laid_out
 
     kv = PagedKV(pool(k), pool(v), places.int()[None], tokens)
-    return Inputs(q.transpose(1, 2), kv, k.transpose(1, 2), v.transpose(1, 2), scale, name)
+    return Inputs(q.transpose(1, 2), kv, k.transpose(1, 2), v.transpose(1, 2), scale, name, layer)
+
+
+def prefix(one: Inputs, tokens: int, seed: int = 0) -> Inputs:
+    """The first tokens alone: under causal attention what a model would have given for the shorter prompt."""
+    q, k, v = (x[:, :, :tokens].transpose(1, 2).clone() for x in (one.q, one.k, one.v))
+    return from_dense(q, k, v, one.scale, seed, one.name, one.layer)
 
 
 def synthetic(
@@ -99,11 +107,13 @@ def synthetic(
     return from_dense(q, k, v, scale, seed)
 
 
-def synthetic_sets(shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
+def synthetic_sets(
+    shape: Shape, tokens: int, seed: int, device: torch.device, dtype: torch.dtype, sigma: float = 0.0
+) -> list[Inputs]:
     """As many synthetic inputs as together leave the L2 cache behind (on a CPU, one)."""
-    first = synthetic(shape, tokens, seed, device=device, dtype=dtype)
+    first = synthetic(shape, tokens, seed, sigma=sigma, device=device, dtype=dtype)
     more = range(1, rotation(first.bytes, device))
-    return [first, *(synthetic(shape, tokens, seed + i, device=device, dtype=dtype) for i in more)]
+    return [first, *(synthetic(shape, tokens, seed + i, sigma=sigma, device=device, dtype=dtype) for i in more)]
 
 
 def rotation(size: int, device: torch.device) -> int:
@@ -135,7 +145,7 @@ def captured(path: str | Path, device: torch.device, seed: int = 0) -> list[Inpu
                 q, k, v = (file.get_tensor(f"layer.{layer}.{name}")[None] for name in "qkv")
                 if q.dtype not in (torch.bfloat16, torch.float16):
                     raise BenchError("inputs", str(path), f"a capture in bfloat16 or float16, not {q.dtype}")
-                sets.append(from_dense(q, k, v, float(scale), seed, metadata["model"]))
+                sets.append(from_dense(q, k, v, float(scale), seed, metadata["model"], int(layer)))
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         if isinstance(error, BenchError):
             raise
@@ -150,4 +160,4 @@ def _clone(one: Inputs) -> Inputs:
     kv = PagedKV(one.kv.k_pages.clone(), one.kv.v_pages.clone(), one.kv.page_table.clone(), one.kv.kv_len)
     # Strides are part of what a kernel sees.
     q, k, v = (x.transpose(1, 2).clone().transpose(1, 2) for x in (one.q, one.k, one.v))
-    return Inputs(q, kv, k, v, one.scale, one.name)
+    return Inputs(q, kv, k, v, one.scale, one.name, one.layer)

@@ -85,9 +85,9 @@ def dense_flops(one: Inputs) -> float:
     return 2.0 * one.tokens * one.tokens * one.q.shape[3] * one.q.shape[1]
 
 
-def sparse_flops(visited: int, computed: int, dim: int) -> float:
+def sparse_flops(visited: int, computed: int, dim: int, block_size: int = BLOCK) -> float:
     """QK products of visited blocks, PV products of computed ones."""
-    return 2.0 * BLOCK * BLOCK * dim * (visited + computed)
+    return 2.0 * block_size * block_size * dim * (visited + computed)
 
 
 def proxy_flops(one: Inputs, stride: int) -> float:
@@ -152,11 +152,11 @@ def dense(bench: Bench, name: str, variants: Iterable[str], sets: list[Inputs]) 
 
 
 # ---------------------------------------------------------------------------------------------------------- sparse
-def budgets(sets: list[Inputs], stats: list[TileStats]) -> dict[str, float]:
+def budgets(sets: list[Inputs], stats: list[TileStats], block_size: int = BLOCK) -> dict[str, float]:
     """Realized budgets over all inputs: ratios of sums, in whole blocks and in causally valid cells."""
     heads = sum(one.q.shape[1] for one in sets)
     tokens = sets[0].tokens
-    blocks, cells = heads * causal_blocks(0, tokens, BLOCK), heads * causal_cells(0, tokens)
+    blocks, cells = heads * causal_blocks(0, tokens, block_size), heads * causal_cells(0, tokens)
 
     def total(part: str) -> int:
         return sum(int(getattr(item, part).sum(dtype=torch.int64)) for item in stats)
@@ -169,10 +169,10 @@ def budgets(sets: list[Inputs], stats: list[TileStats]) -> dict[str, float]:
     }
 
 
-def _products(sets: list[Inputs], stats: list[TileStats]) -> float:
+def products(sets: list[Inputs], stats: list[TileStats], block_size: int = BLOCK) -> float:
     """Products of one call, mean over inputs."""
     return sum(
-        sparse_flops(int(item.visited_blocks.sum()), int(item.computed_blocks.sum()), one.q.shape[3])
+        sparse_flops(int(item.visited_blocks.sum()), int(item.computed_blocks.sum()), one.q.shape[3], block_size)
         for one, item in zip(sets, stats, strict=True)
     ) / len(sets)
 
@@ -211,7 +211,7 @@ def block_kernel(
     stats = [first, *(call(one, plan)[1] for one, plan in zip(sets[1:], plans[1:], strict=True))]
     ms = bench.mean_ms(functools.partial(call, one, plan) for one, plan in zip(sets, plans, strict=True))
     bench.rows.add(
-        name, variant, tokens, setting, ms=ms, **bench.rates(_products(sets, stats), ms, sets[0]),
+        name, variant, tokens, setting, ms=ms, **bench.rates(products(sets, stats), ms, sets[0]),
         **bench.speedups(ms), **budgets(sets, stats), rel_err=error, **{key: f(ms) for key, f in (more or {}).items()},
     )  # fmt: skip
     return ms
@@ -253,14 +253,14 @@ def whole_call(
     block_kernel(bench, "attention", "osk", setting, sets, plans)
     calls = [functools.partial(whole, one) for one in sets]
     ms = bench.mean_ms(calls)
-    work = proxy_work + _products(sets, stats)
+    work = proxy_work + products(sets, stats)
     bench.rows.add(
-        "attention", "call", tokens, setting, ms=ms, host_ms=_host_ms(calls), **bench.rates(work, ms, sets[0]),
+        "attention", "call", tokens, setting, ms=ms, host_ms=host_ms(calls), **bench.rates(work, ms, sets[0]),
         **bench.speedups(ms), **budgets(sets, stats), kap_select_share=(kap_ms + select_ms) / ms, rel_err=error,
     )  # fmt: skip
 
 
-def _host_ms(calls: Sequence[Call]) -> float:
+def host_ms(calls: Sequence[Call]) -> float:
     """Milliseconds of host time to start one call; what is beyond the device's time shows where lengths are short."""
     _synchronize()
     begin = time.perf_counter()

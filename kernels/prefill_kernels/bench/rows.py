@@ -12,7 +12,17 @@ import torch
 from .config import BenchError
 
 COLUMNS = "bench,variant,tokens,setting,metric,value,unit,device,torch,triton,commit,command".split(",")
-UNITS = {"ms": "ms", "host_ms": "ms", "tflops": "TF/s", "ttft": "s", "peak_memory": "GiB"}
+UNITS = {
+    "ms": "ms",
+    "host_ms": "ms",
+    "plan_ms": "ms",
+    "attention_ms": "ms",
+    "tflops": "TF/s",
+    "attention_tflops": "TF/s",
+    "ttft": "s",
+    "peak_memory": "GiB",
+    "plan_memory": "GiB",
+}
 """Units by metric; every other metric is a ratio."""
 
 
