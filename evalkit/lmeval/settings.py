@@ -106,6 +106,7 @@ def settings(arguments: Mapping[str, Any]) -> Settings:
     if any(item == "model=local" for item in overrides):
         overrides.append(f"model.native_context={_integer('max_length', max_length or _native_context(pretrained))}")
     composed = _compose(overrides)
+    _refuse_calibration(composed.method)
     length = composed.model.native_context if max_length is None else _integer("max_length", max_length)
     cell = dataclasses.replace(composed, task=AnyTask(length=length), overrides=())  # type: ignore[arg-type]
     try:
@@ -133,6 +134,14 @@ def named_tokenizer(pretrained: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else pretrained, revision=revision)
     model = settings({"pretrained": pretrained, "revision": revision}).cell.model
     return load_tokenizer(locate(model), model)
+
+
+def _refuse_calibration(method: Any) -> None:
+    """A calibrated value belongs to one length, and here the requests decide how long prompts are."""
+    for name in ("calibration", "budget_target"):
+        value = getattr(method, name, None)
+        if value is not None:
+            raise InputError(name, value, "null: a calibrated value is for one length; give the method's own knob")
 
 
 def _check_batch(given: Mapping[str, Any]) -> None:

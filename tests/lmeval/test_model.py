@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import pickle
 import sqlite3
+from pathlib import Path
 
 import lm_eval
 import pytest
@@ -15,6 +17,7 @@ from evalkit.errors import InputError
 from evalkit.lmeval import budget, register
 from evalkit.lmeval.budget import LogLikelihood, Rolling, Text, document_metrics, weighted_mean
 from evalkit.lmeval.model import SparsePrefillLM
+from evalkit.lmeval.parity import KINDS, MODELS, compare
 
 NAMES = ["toy_choice", "toy_generate", "toy_rolling"]
 SPARSE = {"method": "cosa", "p": 0.5, "skip_scale": 100}
@@ -277,3 +280,25 @@ def test_register_leaves_the_built_in_models():
     register()
     register()
     assert get_model("evalkit") is SparsePrefillLM and get_model("hf") is HFLM
+
+
+def test_the_committed_comparison_holds():
+    """Dense through this model: the scores of lm-eval's own, at no more time and working memory."""
+    with (Path(__file__).parents[2] / "results" / "lm_eval_parity.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["kind"], row["model"]) for row in rows] == [(kind, model) for kind in KINDS for model in MODELS]
+    assert {row["equal_scores"] for row in rows} == {"True"}
+    for row in rows:
+        assert float(row["max_abs_difference"]) < 1e-3  # nats, rolling ones over 2048 tokens
+        if row["model"] == "evalkit":
+            assert float(row["wall_to_hf"]) <= 1.0 and float(row["peak_to_hf"]) <= 1.02
+
+
+def test_comparison_sees_differences():
+    same = [(-1.0, False), (-2.0, False), (-3.0, True), (-4.0, False)]
+    other = [(-1.0, False), (-0.5, False), (-3.0, True), (-4.0, False)]
+    assert compare("loglikelihood", same, same) == (True, 0.0)
+    assert compare("loglikelihood", same, other) == (False, 1.5)
+    assert compare("loglikelihood", same, [(-1.0, True), *same[1:]]) == (False, 0.0)
+    assert compare("generate_until", ["a"], ["b"])[0] is False
+    assert compare("loglikelihood_rolling", [-5.0], [-5.25]) == (True, 0.25)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from evalkit.errors import InputError, MissingAsset
-from evalkit.lmeval.settings import settings
+from evalkit.lmeval.settings import _refuse_calibration, settings
 
 SMALL = {"pretrained": "smollm2"}
 
@@ -92,6 +94,14 @@ def test_bad_arguments_are_refused_by_their_own_names(arguments, field, says):
 def test_a_value_of_the_wrong_type_names_the_setting():
     with pytest.raises(InputError, match=r"method\.select\.p.*Float"):
         settings({**SMALL, "method": "cosa", "p": "high"})
+
+
+@pytest.mark.parametrize("name", ["calibration", "budget_target"])
+def test_calibrated_values_are_refused(name):
+    with pytest.raises(InputError, match="one length") as stop:
+        _refuse_calibration(SimpleNamespace(**{"calibration": None, name: "some.yaml"}))
+    assert stop.value.field == name
+    _refuse_calibration(SimpleNamespace(calibration=None, budget_target=None))
 
 
 def test_a_model_that_cannot_be_had_says_so(monkeypatch):
