@@ -331,7 +331,11 @@ def test_sweep_presets(composed, name):
     cells: list[Cell] = []
     for grid in grids:
         for overrides in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(grid), None)[0]:
-            cells.append(cell_from_config(composed(*overrides)))
+            try:
+                cells.append(cell_from_config(composed(*overrides)))
+            except InputError as error:
+                # Settings that nobody has published wait for a calibration of the model.
+                assert "llama" in name and "run: evalkit calibrate" in str(error)
     assert len(cells) > 2
     plain = [cell.as_dict() for cell in cells]
     sections = [{key: section[key] for key in ("model", "task")} for section in plain]

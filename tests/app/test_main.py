@@ -241,13 +241,18 @@ def test_bad_command_line(capsys, arguments, message):
 def test_report_and_status_reach_their_modules(monkeypatch, tmp_path, capsys):
     calls = []
     report, status = ModuleType("evalkit.report"), ModuleType("evalkit.status")
-    report.write_report = lambda directories, out, *, formats: calls.append((directories, out, formats))
+    report.write_report = lambda directories, out, *, formats, html: calls.append((directories, out, formats, html))
     status.print_status = lambda directories: calls.append(directories) or 1
     monkeypatch.setitem(sys.modules, "evalkit.report", report)
     monkeypatch.setitem(sys.modules, "evalkit.status", status)
     assert cli.main(["report", "--format", "csv,png", "a", "b", "--format", "svg", "--out", "c"]) == 0
     assert cli.main(["status", "a"]) == 1
-    assert calls == [([Path("a"), Path("b")], Path("c"), ("csv", "png", "svg")), [Path("a")]]
+    assert cli.main(["report", "a", "--html"]) == 0
+    assert calls == [
+        ([Path("a"), Path("b")], Path("c"), ("csv", "png", "svg"), None),
+        [Path("a")],
+        ([Path("a")], None, (), Path("a/report.html")),
+    ]
 
     def fail(directories):
         raise errors[0]

@@ -29,7 +29,7 @@ MODELS = {
 
 METHODS: dict[str, tuple[str, ...]] = {
     "Dense": ("dense",),
-    "MInf": ("minference",),
+    "MInf": ("minference-block", "minference-llama-3.1-8b", "minference"),
     "Flex": ("flexprefill",),
     "XAttn": ("xattention",),
     "CoSA": ("cosa-qwen3-8b", "cosa-llama-3.1-8b", "cosa-rmp"),
