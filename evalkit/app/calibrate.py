@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from ..config import ExecutionConfig, ModelConfig, build, methods_registry
 from ..errors import InputError, near_matches
-from . import schema
-from .explain import CONFIG_ERRORS, explain
+from .single import require_given, run_single, section
 
 TOP_LEVEL = ("model", "method", "preset", "calibrate", "execution")
 
@@ -50,27 +45,7 @@ def run(argv: Sequence[str]) -> int:
         presets = sorted(item.name.removesuffix(".yaml") for item in (files("evalkit.conf") / "preset").iterdir())
         print(HELP.format(presets=", ".join(presets)))
         return 0
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and one line is printed
-    composed: list[DictConfig] = []
-    application = hydra.main(config_path="pkg://evalkit.conf", config_name="calibrate", version_base="1.3")
-    before, sys.argv = sys.argv, ["evalkit calibrate", *argv]
-    try:
-        schema.register()
-        _check_names(argv)
-        application(composed.append)()  # nothing runs inside Hydra: it would print its own lines around an error
-        return _calibrate(composed[0]) if composed else 0
-    except InputError as exc:
-        print(f"evalkit: {' '.join(str(exc).split())}", file=sys.stderr, flush=True)
-        return 2
-    except CONFIG_ERRORS as exc:
-        print(f"evalkit: {explain(exc)}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", flush=True)
-        return 130
-    finally:
-        sys.argv = before
+    return run_single("evalkit calibrate", "calibrate", TOP_LEVEL, argv, _calibrate)
 
 
 def _calibrate(cfg: DictConfig) -> int:
@@ -84,35 +59,15 @@ def request_from_config(cfg: DictConfig) -> Any:
     from ..calibration.run import Request
     from ..calibration.settings import CalibrateConfig
 
-    for missing in sorted(OmegaConf.missing_keys(cfg)):
-        if not str(missing).startswith("hydra"):
-            raise InputError(str(missing), "???", f"must be given: {missing}=<value>")
-    method = _section(cfg, "method")
+    require_given(cfg)
+    method = section(cfg, "method")
     name = str(method.pop("name"))
     registry = methods_registry()
     if name not in registry:
         raise InputError("method.name", name, near_matches(name, registry))
     return Request(
-        build(ModelConfig, _section(cfg, "model"), "model"),
+        build(ModelConfig, section(cfg, "model"), "model"),
         build(registry.get(name), method, "method"),
-        build(CalibrateConfig, _section(cfg, "calibrate"), "calibrate"),
-        build(ExecutionConfig, _section(cfg, "execution"), "execution"),
+        build(CalibrateConfig, section(cfg, "calibrate"), "calibrate"),
+        build(ExecutionConfig, section(cfg, "execution"), "execution"),
     )
-
-
-def _section(cfg: DictConfig, name: str) -> dict[str, Any]:
-    try:
-        found = OmegaConf.to_container(cfg[name], resolve=True)
-    except OmegaConfBaseException as exc:
-        raise InputError(name, "...", str(exc).splitlines()[0]) from None
-    assert isinstance(found, Mapping)
-    return {str(key): value for key, value in found.items()}
-
-
-def _check_names(argv: Sequence[str]) -> None:
-    """Refuse a misspelt first name before Hydra asks for the group that it was meant to choose."""
-    for item in argv:
-        key, equals, value = item.partition("=")
-        name = key.split(".")[0]
-        if equals and not key.startswith(("-", "+", "~", "hydra")) and name not in TOP_LEVEL:
-            raise InputError(key, value, near_matches(name, TOP_LEVEL))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from ..config import ExecutionConfig, ModelConfig, build
-from ..errors import InputError, near_matches
-from . import schema
-from .explain import CONFIG_ERRORS, explain
+from .single import require_given, run_single, section
 
 TOP_LEVEL = ("model", "search", "execution", "out")
 
@@ -46,30 +40,13 @@ def run(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    return run_single("evalkit search-patterns", "search_patterns", TOP_LEVEL, argv, _search)
+
+
+def _search(cfg: DictConfig) -> int:
     from ..calibration.pattern_run import search_patterns
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, and one line is printed
-    composed: list[DictConfig] = []
-    application = hydra.main(config_path="pkg://evalkit.conf", config_name="search_patterns", version_base="1.3")
-    before, sys.argv = sys.argv, ["evalkit search-patterns", *argv]
-    try:
-        schema.register()
-        _check_names(argv)
-        application(composed.append)()
-        if composed:  # nothing is composed where Hydra only informs
-            search_patterns(request_from_config(composed[0]))
-    except InputError as exc:
-        print(f"evalkit: {' '.join(str(exc).split())}", file=sys.stderr, flush=True)
-        return 2
-    except CONFIG_ERRORS as exc:
-        print(f"evalkit: {explain(exc)}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", flush=True)
-        return 130
-    finally:
-        sys.argv = before
+    search_patterns(request_from_config(cfg))
     return 0
 
 
@@ -78,30 +55,10 @@ def request_from_config(cfg: DictConfig) -> Any:
     from ..calibration.pattern_run import PatternRequest
     from ..calibration.pattern_settings import PatternSearchConfig
 
-    for missing in sorted(OmegaConf.missing_keys(cfg)):
-        if not str(missing).startswith("hydra"):
-            raise InputError(str(missing), "???", f"must be given: {missing}=<value>")
+    require_given(cfg)
     return PatternRequest(
-        build(ModelConfig, _section(cfg, "model"), "model"),
-        build(PatternSearchConfig, _section(cfg, "search"), "search"),
-        build(ExecutionConfig, _section(cfg, "execution"), "execution"),
+        build(ModelConfig, section(cfg, "model"), "model"),
+        build(PatternSearchConfig, section(cfg, "search"), "search"),
+        build(ExecutionConfig, section(cfg, "execution"), "execution"),
         None if cfg.out is None else str(cfg.out),
     )
-
-
-def _section(cfg: DictConfig, name: str) -> dict[str, Any]:
-    try:
-        found = OmegaConf.to_container(cfg[name], resolve=True)
-    except OmegaConfBaseException as exc:
-        raise InputError(name, "...", str(exc).splitlines()[0]) from None
-    assert isinstance(found, Mapping)
-    return {str(key): value for key, value in found.items()}
-
-
-def _check_names(argv: Sequence[str]) -> None:
-    """Refuse a misspelt first name before Hydra complains of a key that it does not know."""
-    for item in argv:
-        key, equals, value = item.partition("=")
-        name = key.split(".")[0]
-        if equals and not key.startswith(("-", "+", "~", "hydra")) and name not in TOP_LEVEL:
-            raise InputError(key, value, near_matches(name, TOP_LEVEL))
