@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from .masks import causal_mask
 from .paged import PagedKV
-from .pooling import block_means, head_groups, shortest_prefix, top_ranked
+from .pooling import block_means, by_kv_head, head_groups, shortest_prefix, top_ranked
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,12 @@ def flex_select(
     minimum = min(blocks, max(1, math.ceil(min_budget / block_size)))
     mask = torch.empty(batch, q_heads, blocks, blocks, dtype=torch.bool, device=q.device)
     aware, distance = [], []
-    for heads, head in head_groups(q_heads, kv.num_kv_heads):
-        chosen = _select_group(q[:, heads], keys[:, head : head + 1], gamma, tau, minimum, scale, block_size)
-        mask[:, heads] = chosen.mask
-        aware.append(chosen.query_aware)
-        distance.append(chosen.divergence)
+    for heads, kv_heads in head_groups(q_heads, kv.num_kv_heads, length):
+        rows, columns = by_kv_head(q[:, heads], keys[:, kv_heads])
+        chosen = _select_group(rows, columns, gamma, tau, minimum, scale, block_size)
+        mask[:, heads] = chosen.mask.view_as(mask[:, heads])
+        aware.append(chosen.query_aware.view(batch, -1))
+        distance.append(chosen.divergence.view(batch, -1))
     return FlexSelection(mask, torch.cat(aware, 1), torch.cat(distance, 1))
 
 

@@ -7,17 +7,31 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-HEADS_AT_ONCE = 4
-"""Query heads that a selection in torch operations holds at once: below 1 GiB of float32 at 128K and d = 128."""
+HEAD_TOKENS = 4 * 131072
+"""Query heads x tokens that a selection in torch operations holds at once: below 1 GiB of float32 at d = 128."""
 
 
-def head_groups(q_heads: int, kv_heads: int) -> Iterator[tuple[slice, int]]:
-    """Query heads that share a KV head, a few at a time: (their range, the KV head)."""
+def head_groups(q_heads: int, kv_heads: int, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Query heads and the KV heads that they share, as many at a time as :data:`HEAD_TOKENS` allows.
+
+    A short prompt goes through in one group, so that launches do not outweigh the work; a long one in whole KV heads, or
+    in parts of one where even its query heads are too many.
+    """
     group = q_heads // kv_heads
+    fit = max(1, HEAD_TOKENS // tokens)
+    if fit >= group:
+        for begin in range(0, kv_heads, fit // group):
+            end = min(kv_heads, begin + fit // group)
+            yield slice(begin * group, end * group), slice(begin, end)
+        return
     for kv_head in range(kv_heads):
-        end = (kv_head + 1) * group
-        for begin in range(kv_head * group, end, HEADS_AT_ONCE):
-            yield slice(begin, min(end, begin + HEADS_AT_ONCE)), kv_head
+        for begin in range(kv_head * group, (kv_head + 1) * group, fit):
+            yield slice(begin, min((kv_head + 1) * group, begin + fit)), slice(kv_head, kv_head + 1)
+
+
+def by_kv_head(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold KV heads into the batch: q [B, H * G, L, d], k [B, H, L, d] -> [B * H, G, L, d] and [B * H, 1, L, d]."""
+    return q.unflatten(1, (k.shape[1], -1)).flatten(0, 1), k.flatten(0, 1)[:, None]
 
 
 def block_means(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .masks import causal_mask
 from .paged import PagedKV
-from .pooling import block_means, head_groups, top_ranked
+from .pooling import block_means, by_kv_head, head_groups, top_ranked
 
 
 def self_similarity(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -72,14 +72,15 @@ def sparge_select(
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = kv.gather()[0]
     mask = torch.empty(batch, q_heads, blocks, blocks, dtype=torch.bool, device=q.device)
-    for heads, head in head_groups(q_heads, kv.num_kv_heads):
-        k = keys[:, head : head + 1].to(compute)
+    for heads, kv_heads in head_groups(q_heads, kv.num_kv_heads, length):
+        rows, k = by_kv_head(q[:, heads], keys[:, kv_heads])
+        k = k.to(compute)
         k_alike = self_similarity(k - k.mean(2, keepdim=True), block_size, compute) >= theta
         k_means = block_means(k, block_size, compute)
-        q_means = block_means(q[:, heads], block_size, compute)
-        q_alike = self_similarity(q[:, heads], block_size, compute) >= theta
+        q_means = block_means(rows, block_size, compute)
+        q_alike = self_similarity(rows, block_size, compute) >= theta
         kept = _top_cdf((q_means @ k_means.mT) * scale, causal & k_alike[:, :, None], tau)
-        mask[:, heads] = kept | ~k_alike[:, :, None] | ~q_alike[..., None]
+        mask[:, heads] = (kept | ~k_alike[:, :, None] | ~q_alike[..., None]).view_as(mask[:, heads])
     mask[..., 0] = True
     return mask & causal
 

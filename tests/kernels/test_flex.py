@@ -50,11 +50,12 @@ def test_equals_the_literal_loops(length, q_heads, kv_heads, block, gamma, tau, 
         assert len(set(aware)) == 2, "the case is meant to hold heads of both patterns"
 
 
-def test_heads_a_few_at_a_time_equal_all_at_once(monkeypatch):
+@pytest.mark.parametrize("heads", [2, 3, 5])
+def test_heads_a_few_at_a_time_equal_all_at_once(monkeypatch, heads):
     q, k, v = heads_of_both_kinds(101, 6, 2, 16, seed=3)
     settings = {"gamma": 0.8, "tau": 0.25, "min_budget": 1, "block_size": 16, "scale": SCALE}
     whole = flex_select(q, paged(k, v, 16), **settings)
-    monkeypatch.setattr("prefill_kernels.pooling.HEADS_AT_ONCE", 2)
+    monkeypatch.setattr("prefill_kernels.pooling.HEAD_TOKENS", heads * 101)
     parts = flex_select(q, paged(k, v, 16), **settings)
     assert torch.equal(whole.mask, parts.mask) and torch.equal(whole.query_aware, parts.query_aware)
 

@@ -57,11 +57,12 @@ def test_the_cases_hold_blocks_of_both_kinds_and_dropped_ones():
     assert kept.sum() < 0.9 * full.sum()
 
 
-def test_heads_a_few_at_a_time_equal_all_at_once(monkeypatch):
+@pytest.mark.parametrize("heads", [2, 3, 5])
+def test_heads_a_few_at_a_time_equal_all_at_once(monkeypatch, heads):
     q, k, v = mixed(117, 6, 2, seed=117)
     settings = {"tau": 0.8, "theta": 0.2, "block_size": B, "scale": SCALE}
     whole = sparge_select(q, paged(k, v, 16), **settings)
-    monkeypatch.setattr("prefill_kernels.pooling.HEADS_AT_ONCE", 2)
+    monkeypatch.setattr("prefill_kernels.pooling.HEAD_TOKENS", heads * 117)
     assert torch.equal(sparge_select(q, paged(k, v, 16), **settings), whole)
 
 
