@@ -14,8 +14,8 @@ HEAD_TOKENS = 4 * 131072
 def head_groups(q_heads: int, kv_heads: int, tokens: int) -> Iterator[tuple[slice, slice]]:
     """Query heads and the KV heads that they share, as many at a time as :data:`HEAD_TOKENS` allows.
 
-    A short prompt goes through in one group, so that launches do not outweigh the work; a long one in whole KV heads, or
-    in parts of one where even its query heads are too many.
+    A short prompt goes through in one group, so that launches do not outweigh the work; a long one in whole KV heads,
+    or in parts of one where even its query heads are too many.
     """
     group = q_heads // kv_heads
     fit = max(1, HEAD_TOKENS // tokens)
