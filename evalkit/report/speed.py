@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,6 @@ __all__ = ["figures", "render"]
 
 METHODS = (
     "CoSA, stride 8",
-    "FlashInfer (FA3)",
-    "cuDNN",
     "CoSA, stride 16",
     "CoSA, operating point, sigma 1",
     "CoSA, operating point, sigma 2",
@@ -31,11 +30,11 @@ METHODS = (
     "jumping, Triton",
     "jumping, Hopper",
     "CoSA in the harness",
-    "dense in the harness",
     "xattention",
     "xattention stride=16",
     "flexprefill",
     "minference",
+    "minference-block",
     "blasst",
     "cosa select.p=0.95",
     "cosa select.rule=budget select.budget=0.2",
@@ -45,8 +44,9 @@ METHODS = (
     "random",
     "streaming",
 )
-"""Methods with a colour and marker of their own, the same in every figure; CoSA looks as in the Pareto plots. FA2 is
-the black dashed line."""
+"""Methods with a colour and marker of their own, the same in every figure; CoSA looks as in the Pareto plots."""
+DENSE_LINES = {"FA2": (0, (4, 3)), "cuDNN": "-.", "FlashInfer (FA3)": ":", "dense in the harness": (0, (1, 3))}
+"""Dense attention is drawn in black, without markers but where a point stands alone."""
 NAMES = {
     "fa2": "FA2",
     "cudnn": "cuDNN",
@@ -94,8 +94,8 @@ def method_name(variant: str) -> str:
 
 def _style(method: str, others: Sequence[str] = ()) -> dict[str, Any]:
     """Colour and marker; a method that is not in METHODS has the next ones by its place among ``others``."""
-    if method == "FA2":
-        return {"color": DENSE, "linestyle": (0, (4, 3)), "linewidth": 1.0}
+    if method in DENSE_LINES:
+        return {"color": DENSE, "linestyle": DENSE_LINES[method], "linewidth": 1.0}
     known = [*METHODS, *(name for name in others if name not in METHODS)]
     at = known.index(method) if method in known else len(known)
     colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]
@@ -109,9 +109,12 @@ def _line(
     label: str | None = None,
     others: Sequence[str] = (),
 ) -> None:
-    known = [(tokens, value) for tokens, value in points if value is not None]
-    if known:
-        axis.plot(*zip(*known, strict=True), label=label or method, **_style(method, others))
+    """A curve through the lengths measured; a value of None between two of them breaks it."""
+    if any(value is not None for _, value in points):
+        tokens, values = zip(*points, strict=True)
+        shown = [math.nan if value is None else value for value in values]
+        alone = {"marker": "_", "markersize": 9} if method in DENSE_LINES and len(values) == 1 else {}
+        axis.plot(tokens, shown, label=label or method, **_style(method, others) | alone)
 
 
 def _figure(columns: int, lines: int = 1) -> tuple[Figure, list[Axes]]:
@@ -335,12 +338,14 @@ def _ttft(benchmarks: Benchmarks) -> Figure | None:
         return None
     figure, (left, right) = _figure(2)
     right.axhline(1.0, **_style("FA2"))
+    lengths = sorted({point.tokens for point in points})
     for variant in variants:
-        found = sorted((point for point in points if point.variant == variant), key=lambda point: point.tokens)
+        found = {point.tokens: point for point in points if point.variant == variant}
         name = method_name(variant)
-        _line(left, [(point.tokens, point.metrics["ttft"]) for point in found], name, None, others)
+        seconds = [(n, found[n].metrics["ttft"] if n in found else None) for n in lengths]
+        _line(left, seconds, name, None, others)
         if variant != "fa2":
-            speedups = [(point.tokens, benchmarks.ttft_speedup(point)) for point in found]
+            speedups = [(n, benchmarks.ttft_speedup(found[n]) if n in found else None) for n in lengths]
             _line(right, speedups, name, None, others)
     for axis in (left, right):
         _lengths(axis, [point.tokens for point in points])
