@@ -356,7 +356,7 @@ class ExecutionConfig:
 
     device: str = "auto"
     backend: str = "auto"
-    page_size: int = 64
+    page_size: int = 128
     page_shuffle: int | None = None
     chunk_size: int | None = None
     seed: int = 0
