@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 from dataclasses import asdict
@@ -67,10 +68,10 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout this package lies in, marked when it has changes; None outside a checkout."""
+    """Commit of the checkout this package lies in, marked when it has changes; else ``$EVALKIT_COMMIT``, or None."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("EVALKIT_COMMIT")
     done = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )

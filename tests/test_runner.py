@@ -22,6 +22,7 @@ from evalkit import lm as lm_module
 from evalkit import runner
 from evalkit.config import Cell, DataFiles, ExecutionConfig, ModelConfig, PerplexityConfig, RopeConfig, RulerConfig
 from evalkit.errors import InputError, IntegrityError, MissingAsset, StoreError
+from evalkit.identity import provenance
 from evalkit.methods.cosa import CoSA, Select
 from evalkit.methods.dense import Dense
 from evalkit.runner import run_cell
@@ -483,3 +484,11 @@ def test_sample_files_are_json_lines(models, tmp_path):
     run_cell(ruler_cell(models, tmp_path, tasks=("niah_single_1",), limit=1))
     (line,) = (only_cell(tmp_path).path / "samples.jsonl").read_text().splitlines()
     assert json.loads(line)["task"] == "niah_single_1"
+
+
+def test_commit_of_an_installed_package_comes_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr("evalkit.identity.__file__", str(tmp_path / "evalkit" / "identity.py"))
+    monkeypatch.delenv("EVALKIT_COMMIT", raising=False)
+    assert provenance(torch.device("cpu"))["commit"] is None
+    monkeypatch.setenv("EVALKIT_COMMIT", "abc123")
+    assert provenance(torch.device("cpu"))["commit"] == "abc123"
