@@ -47,7 +47,17 @@ class Cells:
         synthetic.write_cell(self.out, made, records, given_overrides=given)
 
     def longbench(
-        self, preset, easy, hard, *, share=0.3, mode="direct", thinking=False, seed=0, data="zai-org/LongBench-v2"
+        self,
+        preset,
+        easy,
+        hard,
+        *,
+        share=0.3,
+        mode="direct",
+        thinking=False,
+        seed=0,
+        data="zai-org/LongBench-v2",
+        small=False,
     ):
         kind = "dense" if preset == "dense" else preset.partition("-")[0]
         knobs = {} if kind == "dense" else {"skip_scale": SKIP.get(preset, 8.0)}
@@ -59,7 +69,7 @@ class Cells:
         for difficulty, scores in (("easy", easy), ("hard", hard)):
             for score in scores:
                 record, frame = synthetic.record(
-                    f"longbench_v2_{mode}",
+                    f"longbench_v2_{'small_' if small else ''}{mode}",
                     131072,
                     len(records),
                     {"score": float(score)},
@@ -271,9 +281,10 @@ def test_the_two_stage_mode_is_with_cot_and_log_likelihoods_are_in_no_table(cell
     assert len(measured.notes) == 1 and measured.notes[0].startswith("in no table of the paper")
 
 
-def test_the_self_made_set_is_never_beside_printed_numbers(cells, published):
+@pytest.mark.parametrize("data", ["small", "a/renamed/copy.jsonl"])
+def test_the_self_made_set_is_never_beside_printed_numbers(cells, published, data):
     cells.longbench("dense", [1, 0], [1])
-    cells.longbench("dense", [1, 1], [1], data="small")
+    cells.longbench("dense", [1, 1], [1], data=data, small=True)
     found, pairs = cells.tables(published)
     titles = {one.title for one in found}
     assert titles == {"Table 2: LongBench-v2, qwen3-8b", "Table 2: LongBench-v2, qwen3-8b, self-made set"}

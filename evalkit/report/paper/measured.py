@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ...store import CellResult, canonical_json
-from .. import averages, stats
+from .. import averages, longbench, stats
 from ..names import model_label, unique
 from ..rows import PERCENT, budget
 from ..stats import Estimate
@@ -17,9 +17,6 @@ from .published import LONG
 
 RULER_TASKS = 13
 QUESTIONS = averages.LONGBENCH_V2_COUNTS
-SMALL = "small"
-"""``task.data`` of the self-made set, whose scores stand beside no printed ones."""
-
 Scores = dict[tuple[str, int], float]
 """Mean score over runs by (subtask or difficulty, index)."""
 
@@ -145,7 +142,7 @@ def _place(cell: CellResult) -> tuple[Block, str, int | str] | None:
         return Block("ruler", model_label(cell)), preset(cell), int(task["length"])
     if task.get("name") != "longbench_v2" or task.get("mode") not in ("direct", "cot"):
         return None
-    data = {SMALL: "self-made set"}.get(str(task.get("data")), "")
+    data = "self-made set" if longbench.is_small(cell) else ""
     reasons = task["mode"] == "cot" or bool(cell.config.get("model", {}).get("thinking"))
     return Block("longbench_v2", model_label(cell), data), preset(cell), "cot" if reasons else "no_cot"
 
