@@ -14,7 +14,7 @@ from typing import Any
 from ..config import Cell, PerplexityConfig, RulerConfig
 
 DEVICE = "H200"
-TTFT = {4096: 0.14251, 32768: 1.9123, 131072: 19.267}
+TTFT = {4096: 0.14541, 32768: 1.9378, 131072: 19.539}
 """Seconds by prompt length in tokens."""
 MODELS = ("qwen3-8b", "qwen3-8b-yarn4", "llama-3.1-8b-instruct")
 """Presets of about that shape."""
