@@ -173,7 +173,7 @@ class EvalkitLM(LM):
             "backends": account.backends,
             "seconds": {"prefill": account.prefill_seconds, "total": total},
             "peak_bytes": int(peak),
-            "warnings": self.session.method.warnings(part["prompt"]["tokens"]),
+            "warnings": [*self.session.method.warnings(part["prompt"]["tokens"]), *account.warnings],
         }
         return record, account.budget.frame()
 

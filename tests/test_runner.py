@@ -183,6 +183,16 @@ def test_warnings_of_the_method_are_stored(models, corpus, tmp_path):
     assert record["warnings"] == ["delta/N = 0.78 above 0.5 (skip_scale=400, N=512)"]
 
 
+def test_warnings_of_slower_backends_and_what_planned_are_stored(models, corpus, tmp_path, monkeypatch):
+    told = "proxy ran on a slower backend than triton: stride=12"
+    monkeypatch.setattr("evalkit.attention.session.slower_backends", lambda refused, best: [told])
+    method = CoSA(skip_scale=400.0, stride=12)
+    run_cell(perplexity_cell(models, corpus, tmp_path, method=method, limit=1))
+    [record] = only_cell(tmp_path).records
+    assert record["warnings"][0].startswith("delta/N = 0.78") and record["warnings"][1:] == [told]
+    assert record["backends"] == {"proxy:torch": 2, "select:torch": 2, "torch": 2}
+
+
 def test_windows_begin_with_bos_where_the_model_wants_it(models, corpus, tmp_path):
     cell = perplexity_cell(models, corpus, tmp_path / "a", kind="llama", limit=1)
     run_cell(cell)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from prefill_kernels import DensePlan, PagedKV, SparsePlan, dense_attention, sparse_attention
+from prefill_kernels import DensePlan, Executed, PagedKV, SparsePlan, dense_attention, executed, sparse_attention
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -24,7 +24,15 @@ ATTENTION_NAME = "evalkit"
 
 @dataclass
 class CallCounts:
-    """Attention calls of one sample by what executed them, per layer; sparse ones by kernel backend too."""
+    """Attention calls of one sample by what executed them, per layer.
+
+    Attributes:
+        layers: number of layers.
+        sparse, dense, fallback, decode: calls by layer.
+        backends: sparse calls by kernel backend, and before them ``proxy:<backend>`` and ``select:<backend>``, calls of
+            the operations that a plan is made with.
+        refused: why ``auto`` passed a faster backend over, by stage and that backend.
+    """
 
     layers: int
     sparse: list[int] = field(default_factory=list)
@@ -32,10 +40,18 @@ class CallCounts:
     fallback: list[int] = field(default_factory=list)
     decode: list[int] = field(default_factory=list)
     backends: Counter[str] = field(default_factory=Counter)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for kind in ("sparse", "dense", "fallback", "decode"):
             setattr(self, kind, [0] * self.layers)
+
+    def add(self, ran: Executed) -> None:
+        """Count the operations of a plan. Attention is counted by what its kernel says."""
+        for (stage, backend), count in ran.counts.items():
+            if stage != "attention":
+                self.backends[f"{stage}:{backend}"] += count
+        self.refused |= ran.refused
 
     def totals(self) -> dict[str, int]:
         """Sums over layers."""
@@ -95,10 +111,13 @@ def evalkit_attention(
         return dense_attention(query, *key.gather(), scale=scale, q_offset=state.q_offset).transpose(1, 2), None
 
     context = PlanContext(layer, state.q_offset, state.prompt_len, scale, state.backend)
-    plan = state.method.plan(query, key, context)
     estimator = state.method.estimator_cells(state.q_offset, q_len)
+    with executed() as ran:
+        plan = state.method.plan(query, key, context)
+        if isinstance(plan, SparsePlan):
+            out, stats = sparse_attention(query, key, plan, scale=scale, backend=state.backend)
+    state.calls.add(ran)
     if isinstance(plan, SparsePlan):
-        out, stats = sparse_attention(query, key, plan, scale=scale, backend=state.backend)
         state.calls.sparse[layer] += 1
         state.calls.backends[stats.backend] += 1
         state.meter.add_sparse(layer, state.q_offset, q_len, stats, estimator)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
-from prefill_kernels import resolve_backend
+from prefill_kernels import BACKENDS, resolve_backend
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,14 +29,17 @@ class Account:
     Attributes:
         budget: the prefill's budget.
         calls: ``expected`` attention calls and those made, by kind.
-        backends: sparse calls by the kernel backend that executed them; ``auto`` may fall back for a call.
+        backends: sparse calls by the kernel backend that executed them, ``auto`` may fall back for a call; and calls of
+            what planned them, as ``proxy:<backend>`` and ``select:<backend>``.
         prefill_seconds: wall time of the prefill, synchronised on CUDA.
+        warnings: stages that ran on a slower backend than the best of the device, and why.
     """
 
     budget: SampleBudget
     calls: dict[str, int]
     backends: dict[str, int]
     prefill_seconds: float
+    warnings: list[str] = field(default_factory=list)
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -45,6 +49,21 @@ def check_supported(config: PretrainedConfig) -> None:
     sliding = [i for i, kind in enumerate(getattr(config, "layer_types", None) or []) if kind != "full_attention"]
     if sliding:
         raise InputError("model", config.model_type, f"full attention in every layer (layer {sliding[0]} is not)")
+
+
+def slower_backends(refused: Mapping[tuple[str, str], str], best: str) -> list[str]:
+    """Say where a backend was passed over that the device can run.
+
+    Args:
+        refused: reasons by stage and backend, see :class:`prefill_kernels.Executed`.
+        best: what ``auto`` stands for on the device.
+    """
+    able = BACKENDS[: BACKENDS.index(best) + 1]
+    return [
+        f"{stage} ran on a slower backend than {name}: {reason}"
+        for (stage, name), reason in refused.items()
+        if name in able
+    ]
 
 
 class Session:
@@ -178,8 +197,13 @@ class Session:
         if self.method.name == "dense" and totals["sparse"] or self.method.name != "dense" and totals["dense"]:
             raise IntegrityError(f"call accounting: {self.method.name} made calls of the wrong kind: {totals}")
         expected = self.layers * (self._chunks + self._decode_calls)
+        best = resolve_backend("auto", self.model.device, self.model.dtype)
         return Account(
-            self._meter.read(), {"expected": expected, **totals}, dict(calls.backends), self._prefill_seconds
+            self._meter.read(),
+            {"expected": expected, **totals},
+            dict(calls.backends),
+            self._prefill_seconds,
+            slower_backends(calls.refused, best),
         )
 
     def _forward(self, ids: Tensor, phase: str) -> Tensor:

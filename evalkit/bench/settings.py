@@ -160,6 +160,7 @@ class CaptureSettings:
     def validate(self) -> None:
         """Raise InputError or BenchError on the first value that cannot be used."""
         self.model.validate()
+        require(self.length >= BLOCK, "length", self.length, f"at least {BLOCK} tokens: benchmarks take no fewer")
         try:
             self.window.validate()
             self.model.rope_factor(self.length)

@@ -350,7 +350,7 @@ class SparsePrefillLM(TemplateLM):
             "budget": found.budget.record(),
             "backends": found.backends,
             "seconds": time.perf_counter() - begin,
-            "warnings": self.session.method.warnings(len(ids)),
+            "warnings": [*self.session.method.warnings(len(ids)), *found.warnings],
         }
         self._totals[kind].append(
             {name: account[name] for name in ("tokens", "budget", "backends", "seconds", "warnings")}

@@ -517,10 +517,11 @@ def reference_share(cell: CellResult) -> float:
 
 
 def _backend_calls(cell: CellResult) -> Counter[str]:
-    """Sparse calls by the backend that executed them, over all samples."""
+    """Sparse calls by the backend that executed them, over all samples; not the calls of what planned them."""
     calls: Counter[str] = Counter()
     for record in cell.records:
-        calls.update(record.get("backends") or {})
+        found = record.get("backends") or {}
+        calls.update({name: count for name, count in found.items() if ":" not in name})
     return calls
 
 

@@ -2,7 +2,7 @@
 
 This package needs torch alone (and triton for the GPU backends) and can be used without the harness. ``backend`` is
 ``auto``, ``torch``, ``triton`` or ``hopper``: see :func:`resolve_backend`. GPU backends run bfloat16 and float16, and
-give tile counts as int32 without waiting for the device.
+give tile counts as int32 without waiting for the device. :func:`executed` tells which backends ran, and why not others.
 
 =====================  =====================================================================
 :func:`kap_scores`      CoSA's Kernel-Aware Proxy: block scores and HRM flags (equations 8-12)
@@ -21,7 +21,7 @@ give tile counts as int32 without waiting for the device.
 =====================  =====================================================================
 """
 
-from .backends import BACKENDS, BackendUnavailable, resolve_backend
+from .backends import BACKENDS, BackendUnavailable, Executed, executed, resolve_backend
 from .capabilities import Capabilities, kernels
 from .dense import dense_attention
 from .execute import HeadwisePlan, SparsePlan, sparse_attention
@@ -46,6 +46,7 @@ __all__ = [
     "BlockPlan",
     "Capabilities",
     "DensePlan",
+    "Executed",
     "HeadwisePlan",
     "KapScores",
     "PagedKV",
@@ -60,6 +61,7 @@ __all__ = [
     "causal_cells",
     "causal_plan",
     "dense_attention",
+    "executed",
     "flash_scores",
     "flash_select",
     "flex_select",

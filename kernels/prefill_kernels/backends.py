@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 BACKENDS: tuple[str, ...] = ("torch", "triton", "hopper")
 """``torch`` is the readable reference and runs on any device; ``triton`` needs CUDA, or ``TRITON_INTERPRET=1`` on the
@@ -18,6 +24,39 @@ Refusal = Callable[[], str | None]
 
 class BackendUnavailable(ValueError):
     """The named backend does not exist, or cannot run this call on this machine."""
+
+
+@dataclass
+class Executed:
+    """What executed the operations called inside :func:`executed`.
+
+    Attributes:
+        counts: calls by stage (``proxy``, ``select`` or ``attention``) and backend.
+        refused: why ``auto`` passed a faster backend over, by stage and that backend; the last reason of each.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+_watcher: ContextVar[Executed | None] = ContextVar("_watcher", default=None)
+
+
+@contextlib.contextmanager
+def executed() -> Iterator[Executed]:
+    """Record which backend executes each operation called inside; an inner record hides calls from an outer one."""
+    found = Executed()
+    token = _watcher.set(found)
+    try:
+        yield found
+    finally:
+        _watcher.reset(token)
+
+
+def record_call(stage: str, backend: str) -> None:
+    """Tell :func:`executed` of one call."""
+    if (found := _watcher.get()) is not None:
+        found.counts[stage, backend] += 1
 
 
 def resolve_backend(backend: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
@@ -44,10 +83,11 @@ def resolve_backend(backend: str, device: torch.device | None = None, dtype: tor
     return "triton" if hopper_problem(device) else "hopper"
 
 
-def choose_backend(backend: str, device: torch.device, refusals: Mapping[str, Refusal]) -> str:
+def choose_backend(stage: str, backend: str, device: torch.device, refusals: Mapping[str, Refusal]) -> str:
     """Choose among the GPU implementations of one operation for one call.
 
     Args:
+        stage: what the operation is part of, for :func:`executed`.
         backend: as the caller gave it.
         device: where the tensors lie.
         refusals: for each GPU implementation, best first, what says whether it can run the call.
@@ -56,15 +96,57 @@ def choose_backend(backend: str, device: torch.device, refusals: Mapping[str, Re
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     resolve_backend(backend)
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return "torch"
-    if backend == "auto":
-        return next((name for name, refusal in refusals.items() if refusal() is None), "torch")
-    name = backend if backend in refusals else "triton"
-    reason = refusals[name]()
-    if reason is not None:
-        raise BackendUnavailable(f"backend={backend!r}: {reason}")
-    return name
+    chosen = "torch"
+    if backend == "auto" and device.type == "cuda":
+        for name, refusal in refusals.items():
+            if (reason := refusal()) is None:
+                chosen = name
+                break
+            if (found := _watcher.get()) is not None:
+                found.refused[stage, name] = reason
+    elif backend not in ("auto", "torch"):
+        chosen = backend if backend in refusals else "triton"
+        if (reason := refusals[chosen]()) is not None:
+            raise BackendUnavailable(f"backend={backend!r}: {reason}")
+    record_call(stage, chosen)
+    return chosen
+
+
+def triton_refusal(module: str, *call: Any) -> Refusal:
+    """Ask a module's ``refusal`` about a call; the module is imported only where Triton can be.
+
+    Args:
+        module: name of the module in this package.
+        call: arguments of its ``refusal``.
+    """
+
+    def refusal() -> str | None:
+        problem = triton_problem()
+        if problem is not None:
+            return problem
+        found: str | None = importlib.import_module(f"{__package__}.{module}").refusal(*call)
+        return found
+
+    return refusal
+
+
+def product_problem(q: Tensor, *pages: Tensor, block_size: int | None = None) -> str | None:
+    """Why the Triton kernels cannot multiply queries with keys and values, or None.
+
+    Args:
+        q: [..., d].
+        pages: [P, page_size, Hkv, d] of keys, and of values where they are read; they are read with one set of strides.
+        block_size: of tiles and key blocks where the kernel has any.
+    """
+    if problem := half_problem(q.device, q.dtype, *(x.dtype for x in pages)):
+        return problem
+    if q.shape[-1] not in (16, 32, 64, 128):
+        return f"head_dim={q.shape[-1]}: must be 16, 32, 64 or 128"
+    if block_size not in (None, 16, 32, 64, 128):
+        return f"block_size={block_size}: must be 16, 32, 64 or 128"
+    if any(x.stride(3) != 1 or x.stride() != pages[0].stride() for x in pages):
+        return "key and value pages must share strides and have contiguous rows"
+    return None
 
 
 def half_problem(device: torch.device, *dtypes: torch.dtype) -> str | None:

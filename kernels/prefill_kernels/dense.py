@@ -8,6 +8,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from .capabilities import provides
+from .checks import check_heads, check_scale
 
 
 @provides()
@@ -21,7 +22,12 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_offset: 
 
     Returns:
         [B, Hq, Lq, d].
+
+    Raises:
+        ValueError: shapes that do not belong together, or ``scale`` is not finite and above 0.
     """
+    check_heads(q, k.transpose(1, 2), v.transpose(1, 2))
+    check_scale(scale)
     q_len, kv_len = q.shape[2], k.shape[2]
     if kv_len != q_offset + q_len:
         raise ValueError(f"kv_len={kv_len}: must be q_offset + q_len = {q_offset + q_len}")

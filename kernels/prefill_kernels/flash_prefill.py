@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, triton_problem
+from .backends import choose_backend, triton_refusal
+from .checks import check_operands
 from .masks import causal_mask
 from .paged import PagedKV
 from .pooling import block_means
@@ -48,25 +49,15 @@ def flash_scores(
         float32 [B, Hq, NQ, NK] (float64 for float64 queries); -inf where no query sees the block whole.
 
     Raises:
-        ValueError: unaligned offset, or keys that do not match the queries.
+        ValueError: unaligned offset, keys that do not match the queries, or a scale that is not above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    if q_offset % block_size:
-        raise ValueError(f"q_offset={q_offset}: must be a multiple of block_size={block_size}")
-    if kv.kv_len != q_offset + q.shape[2]:
-        raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_flash_prefill
-
-        return triton_flash_prefill.refusal(q, kv, scale, block_size)
-
+    check_operands(q, kv, scale=scale, q_offset=q_offset, block_size=block_size)
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = kv.gather()[0]
     means = block_means(keys, block_size, compute).to(keys.dtype)
-    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+    refusals = {"triton": triton_refusal("triton_flash_prefill", q, kv, block_size)}
+    if choose_backend("proxy", backend, q.device, refusals) == "triton":
         from .triton_flash_prefill import scores_triton
 
         return scores_triton(q, means, scale, block_size, q_offset)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .backends import record_call
+from .checks import check_operands
 from .masks import causal_mask
 from .paged import PagedKV
 from .pooling import block_means, by_kv_head, head_groups, shortest_prefix, top_ranked
@@ -93,11 +95,11 @@ def flex_select(
         block_size: tokens of a tile, of a key block and of the representative queries.
 
     Raises:
-        ValueError: fewer queries than a block, or keys that do not match the queries.
+        ValueError: fewer queries than a block, keys that do not match the queries, or a scale that is not above 0.
     """
     batch, q_heads, length, _ = q.shape
-    if kv.kv_len != length:
-        raise ValueError(f"kv_len={kv.kv_len}: must be the {length} tokens of the whole prompt")
+    check_operands(q, kv, scale=scale, block_size=block_size)
+    record_call("proxy", "torch")
     if length < block_size:
         raise ValueError(f"q_len={length}: must be at least block_size={block_size}")
     keys = kv.gather()[0]

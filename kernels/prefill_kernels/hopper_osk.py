@@ -411,6 +411,10 @@ def refusal(q: Tensor, kv: PagedKV, plan: BlockPlan) -> str | None:
         return f"page_size={kv.page_size}: must be 16, 32, 64, 128 or 256"
     if not (kv.k_pages.is_contiguous() and kv.v_pages.is_contiguous()):
         return "key and value pages must be contiguous"
+    # Tensor memory access reads from addresses that are multiples of 16 bytes: a slice of a larger tensor may not be.
+    for name, x in (("queries", q), ("key pages", kv.k_pages), ("value pages", kv.v_pages)):
+        if x.data_ptr() % 16:
+            return f"{name} at an address that is not a multiple of 16 bytes"
     return None
 
 
@@ -483,7 +487,8 @@ def _flat_queries(q: Tensor) -> tuple[int, int, list[Tensor]]:
     A tile's rows past the last query run into the next head or past the end; they are never stored and do not vote.
     """
     batch, heads, q_len, dim = q.shape
-    if q.stride(3) == 1 and q.stride(1) == dim and q.stride(2) % 8 == 0 and q.stride(2) >= heads * dim:
+    aligned = q.stride(2) % 8 == 0 and (batch == 1 or q.stride(0) % 8 == 0)
+    if q.stride(3) == 1 and q.stride(1) == dim and aligned and q.stride(2) >= heads * dim:
         return 0, dim, [q[b].transpose(0, 1).flatten(1) for b in range(batch)]
     q = q.contiguous()
     return q_len, 0, [q[b].flatten(0, 1) for b in range(batch)]

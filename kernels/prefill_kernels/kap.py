@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, triton_problem
+from .backends import choose_backend, triton_refusal
+from .checks import check_operands
+from .masks import causal_mask
 from .paged import PagedKV
 
 _MAX_LOGITS = 1 << 25
@@ -19,8 +21,10 @@ class KapScores:
     """What the proxy says of each (tile, key block).
 
     Attributes:
-        score: float32 [B, Hq, NQ, NK], equation 11; 0 beyond the diagonal.
-        hrm: bool [B, Hq, NQ, NK], equation 12: some sampled row of the tile has its row maximum in the block.
+        score: float32 [B, Hq, NQ, NK], equation 11; 0 beyond the diagonal. NaN in every causal block of a tile with a
+            sampled row that sees NaN.
+        hrm: bool [B, Hq, NQ, NK], equation 12: some sampled row of the tile has its row maximum in the block; a row
+            that sees NaN has none.
     """
 
     score: Tensor
@@ -70,24 +74,15 @@ def kap_scores(
         backend: see :func:`prefill_kernels.resolve_backend`.
 
     Raises:
-        ValueError: stride outside 1..block_size, unaligned offset, or keys that do not match the queries.
+        ValueError: stride outside 1..block_size, unaligned offset, keys that do not match the queries, or a scale that
+            is not above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     if not 1 <= stride <= block_size:
         raise ValueError(f"stride={stride}: 1 to block_size={block_size}")
-    if q_offset % block_size:
-        raise ValueError(f"q_offset={q_offset}: must be a multiple of block_size={block_size}")
-    if kv.kv_len != q_offset + q.shape[2]:
-        raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_kap
-
-        return triton_kap.refusal(q, kv, stride, scale, block_size)
-
-    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+    check_operands(q, kv, scale=scale, q_offset=q_offset, block_size=block_size)
+    refusals = {"triton": triton_refusal("triton_kap", q, kv, stride, block_size)}
+    if choose_backend("proxy", backend, q.device, refusals) == "triton":
         from .triton_kap import kap_triton
 
         return KapScores(*kap_triton(q, kv, stride, scale, block_size, q_offset))
@@ -129,7 +124,9 @@ def _kap_torch(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: in
         local = torch.where(slots >= 0, slots - rows[0], -1)
         score[:, :, begin : begin + step] = _gather(normed, local, 0.0).sum(-2)
         hrm[:, :, begin : begin + step] = _gather(is_max, local, False).any(-2)
-    return KapScores(score if compute == torch.float64 else score.float(), hrm)
+    # A row that sees NaN is NaN to its end: beyond the diagonal there is nothing all the same.
+    causal = causal_mask(tiles, blocks, first_tile, q.device)
+    return KapScores(score.masked_fill_(~causal, 0.0), hrm)
 
 
 def _slots(block_of: Tensor, first_block: int) -> Tensor:

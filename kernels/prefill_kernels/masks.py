@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, half_problem, triton_problem
+from .backends import choose_backend, half_problem
+from .checks import check_offset, check_table
 from .plans import BlockPlan
 
 
@@ -33,15 +34,18 @@ def plan_from_mask(
         backend: see :func:`prefill_kernels.resolve_backend`.
 
     Raises:
+        ValueError: a mask that is not of the geometry.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
 
     def triton_refusal() -> str | None:
-        return triton_problem() or half_problem(mask.device, torch.float16)  # no floats here: only the machine is asked
+        return half_problem(mask.device, torch.float16)  # no floats here: only the machine is asked
 
-    tiles, blocks = mask.shape[-2:]
+    check_offset(q_offset, block_size)
+    tiles, blocks = -(-q_len // block_size), -(-(q_offset + q_len) // block_size)
+    check_table("mask", mask, (*mask.shape[:2], tiles, blocks), torch.bool, mask.device)
     first_tile = q_offset // block_size
-    if choose_backend(backend, mask.device, {"triton": triton_refusal}) == "triton":
+    if choose_backend("select", backend, mask.device, {"triton": triton_refusal}) == "triton":
         from .triton_masks import compact_triton
 
         order, count = compact_triton(mask, first_tile)

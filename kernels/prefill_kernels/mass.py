@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .backends import choose_backend, triton_problem
+from .backends import choose_backend, triton_refusal
+from .checks import check_operands
+from .masks import causal_mask
 from .paged import PagedKV
 
 _MAX_LOGITS = 1 << 25
@@ -41,22 +43,12 @@ def block_mass(
         float32 [B, Hq, NQ, NK] (float64 for float64 queries), 0 beyond the diagonal.
 
     Raises:
-        ValueError: unaligned offset, or keys that do not match the queries.
+        ValueError: unaligned offset, keys that do not match the queries, or a scale that is not above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    if q_offset % block_size:
-        raise ValueError(f"q_offset={q_offset}: must be a multiple of block_size={block_size}")
-    if kv.kv_len != q_offset + q.shape[2]:
-        raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_mass
-
-        return triton_mass.refusal(q, kv, scale, block_size)
-
-    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+    check_operands(q, kv, scale=scale, q_offset=q_offset, block_size=block_size)
+    refusals = {"triton": triton_refusal("triton_mass", q, kv, block_size)}
+    if choose_backend("proxy", backend, q.device, refusals) == "triton":
         from .triton_mass import mass_triton
 
         return mass_triton(q, kv, scale, block_size, q_offset)
@@ -86,7 +78,8 @@ def _mass_torch(q: Tensor, kv: PagedKV, scale: float, block_size: int, q_offset:
             mass[:, head * group : (head + 1) * group, begin : begin + step, : math.ceil(seen / block_size)] = (
                 _block_sums(_block_sums(logits.softmax(-1), block_size).mT, block_size).mT
             )
-    return mass
+    # A row that sees NaN is NaN to its end: beyond the diagonal there is nothing all the same.
+    return mass.masked_fill_(~causal_mask(tiles, blocks, q_offset // block_size, q.device), 0.0)
 
 
 def _block_sums(x: Tensor, size: int) -> Tensor:

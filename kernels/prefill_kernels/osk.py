@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, hopper_problem, triton_problem
+from .backends import choose_backend, hopper_problem, triton_refusal
 from .capabilities import provides
+from .checks import check_operands
 from .paged import PagedKV
 from .plans import BlockPlan, TileStats
 
@@ -35,33 +36,23 @@ def block_attention(
         accumulates in float32, or in float64 when ``q`` is.
 
     Raises:
-        ValueError: shapes of ``q``, ``kv`` and ``plan`` do not belong together, or ``scale`` is not above 0.
+        ValueError: shapes or geometry of ``q``, ``kv`` and ``plan`` do not belong together, or ``scale`` is not finite
+            and above 0. What the lists hold is not read: see :meth:`BlockPlan.check`.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     if q.shape[2] != plan.q_len or kv.kv_len != plan.kv_len:
         raise ValueError(f"q_len={q.shape[2]}, kv_len={kv.kv_len}: the plan is for {plan.q_len} and {plan.kv_len}")
     if plan.order.shape[:2] != q.shape[:2]:
         raise ValueError(f"plan.order {tuple(plan.order.shape)}: must lead with [B, Hq] = {tuple(q.shape[:2])}")
-    if q.shape[1] % kv.num_kv_heads:
-        raise ValueError(f"{q.shape[1]} query heads: must be a multiple of {kv.num_kv_heads} KV heads")
-    if scale <= 0:
-        raise ValueError(f"scale={scale}: must be above 0")
+    plan.check_geometry()
+    plan.check_lists(q.device)
+    check_operands(q, kv, scale=scale, q_offset=plan.q_offset, block_size=plan.block_size)
 
     def hopper_refusal() -> str | None:
-        if problem := hopper_problem(q.device):
-            return problem
-        from . import hopper_osk
+        return hopper_problem(q.device) or triton_refusal("hopper_osk", q, kv, plan)()
 
-        return hopper_osk.refusal(q, kv, plan)
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_osk
-
-        return triton_osk.refusal(q, kv, plan)
-
-    chosen = choose_backend(backend, q.device, {"hopper": hopper_refusal, "triton": triton_refusal})
+    refusals = {"hopper": hopper_refusal, "triton": triton_refusal("triton_osk", q, kv, plan)}
+    chosen = choose_backend("attention", backend, q.device, refusals)
     if chosen == "hopper":
         from .hopper_osk import osk_hopper
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .checks import check_offset, check_table
+
 
 def causal_cells(q_offset: int, q_len: int) -> int:
     """Number of (query, key) pairs with key <= query for queries ``q_offset .. q_offset + q_len - 1``."""
@@ -85,20 +87,32 @@ class BlockPlan:
         cells = torch.where(self.order == tile, diagonal, full)
         return torch.where((self.order >= 0) & (self.order <= tile), cells, 0)
 
+    def check_geometry(self) -> None:
+        """Raise ValueError unless lengths, offset, block and skip scale belong together. Reads no tensor."""
+        check_offset(self.q_offset, self.block_size)
+        if self.kv_len != self.q_offset + self.q_len:
+            raise ValueError(f"kv_len={self.kv_len}: must be q_offset + q_len = {self.q_offset + self.q_len}")
+        if not self.kv_len <= self.prompt_len:
+            raise ValueError(f"prompt_len={self.prompt_len}: must be at least kv_len={self.kv_len}")
+        if math.isnan(self.skip_scale):
+            raise ValueError(f"skip_scale={self.skip_scale}: must be a number; 0 or less turns skipping off")
+
+    def check_lists(self, device: torch.device) -> None:
+        """Raise ValueError unless the lists are int32 on ``device``, one for each tile. What they hold is not read."""
+        tiles = math.ceil(self.q_len / self.block_size)
+        if self.order.ndim != 4 or self.order.shape[:3] != self.count.shape or self.order.shape[2] != tiles:
+            raise ValueError(f"order {tuple(self.order.shape)}, count {tuple(self.count.shape)}: want {tiles} tiles")
+        for name, lists in (("order", self.order), ("count", self.count)):
+            check_table(name, lists, tuple(lists.shape), torch.int32, device)
+
     def check(self) -> None:
         """Raise ValueError unless ids are causal, unique, front-packed and the geometry is consistent.
 
         Reads the plan back to the host: for tests and for checking a new method, not for the fast path.
         """
-        if self.q_offset % self.block_size:
-            raise ValueError(f"q_offset={self.q_offset}: must be a multiple of block_size={self.block_size}")
-        if self.kv_len != self.q_offset + self.q_len:
-            raise ValueError(f"kv_len={self.kv_len}: must be q_offset + q_len = {self.q_offset + self.q_len}")
-        if not self.kv_len <= self.prompt_len:
-            raise ValueError(f"prompt_len={self.prompt_len}: must be at least kv_len={self.kv_len}")
-        tiles = math.ceil(self.q_len / self.block_size)
-        if self.order.shape[:3] != self.count.shape or self.order.shape[2] != tiles:
-            raise ValueError(f"order {tuple(self.order.shape)}, count {tuple(self.count.shape)}: want {tiles} tiles")
+        self.check_geometry()
+        self.check_lists(self.order.device)
+        tiles = self.order.shape[2]
         slot = torch.arange(self.order.shape[3], device=self.order.device)
         used = slot < self.count[..., None]
         tile = self.first_tile + torch.arange(tiles, device=self.order.device)[:, None]

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from .backends import record_call
+from .checks import check_operands
 from .masks import causal_mask
 from .paged import PagedKV
 from .pooling import block_means, by_kv_head, head_groups, top_ranked
@@ -60,11 +62,11 @@ def sparge_select(
         bool [B, Hq, NQ, NK], causal.
 
     Raises:
-        ValueError: keys that do not match the queries.
+        ValueError: keys that do not match the queries, or a scale that is not above 0.
     """
     batch, q_heads, length, _ = q.shape
-    if kv.kv_len != length:
-        raise ValueError(f"kv_len={kv.kv_len}: must be the {length} tokens of the whole prompt")
+    check_operands(q, kv, scale=scale, block_size=block_size)
+    record_call("proxy", "torch")
     blocks = math.ceil(length / block_size)
     causal = causal_mask(blocks, blocks, 0, q.device)
     if tau >= 1:

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import half_problem
+from .backends import product_problem
 from .paged import PagedKV
+from .triton_kap import nan_max
 
 LOG2_E = 1.4426950408889634
 
@@ -36,7 +37,7 @@ def mean_key_kernel(
         s = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
         whole = (n[None, :] < tile) | ((n[None, :] == tile) & (row[:, None] == BLOCK - 1))
         s = tl.where(whole & (local < q_len)[:, None], s, float("-inf"))
-        top = tl.max(s, 0)
+        top = tl.reduce(s, 0, nan_max)
         shift = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp2(s - shift[None, :]), 0)
         tl.store(target + n, (top + tl.log2(tl.maximum(total, 1.0))) * 0.6931471805599453, mask=n < blocks)
@@ -45,18 +46,9 @@ def mean_key_kernel(
         tl.store(target + n, tl.full([BN], float("-inf"), tl.float32), mask=n < blocks)
 
 
-def refusal(q: Tensor, kv: PagedKV, scale: float, block_size: int) -> str | None:
+def refusal(q: Tensor, kv: PagedKV, block_size: int) -> str | None:
     """Why this kernel cannot run the call, or None."""
-    dim = q.shape[-1]
-    if problem := half_problem(q.device, q.dtype, kv.k_pages.dtype):
-        return problem
-    if dim not in (16, 32, 64, 128):
-        return f"head_dim={dim}: must be 16, 32, 64 or 128"
-    if block_size not in (16, 32, 64, 128):
-        return f"block_size={block_size}: must be 16, 32, 64 or 128"
-    if scale <= 0:
-        return f"scale={scale}: must be above 0"
-    return None
+    return product_problem(q, kv.k_pages, block_size=block_size)
 
 
 def scores_triton(q: Tensor, means: Tensor, scale: float, block_size: int, q_offset: int) -> Tensor:

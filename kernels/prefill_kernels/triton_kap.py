@@ -2,8 +2,8 @@
 
 Softmax, max-pool over a block and max-norm of a row collapse to ``exp(block_max - row_max)`` (the denominator
 cancels in equation 10), so the product loop keeps block maxima alone. They stay in float32, where "equals the row
-maximum" (equation 12) is exact. A program keeps the maxima of its rows in a scratch row that it uses again for its
-next tile, small enough to stay in L2.
+maximum" (equation 12) is exact. A row that sees NaN gives NaN scores and no flag, as its softmax would. A program
+keeps the maxima of its rows in a scratch row that it uses again for its next tile, small enough to stay in L2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import half_problem
+from .backends import product_problem
 from .paged import PagedKV
 
 LOG2_E = 1.4426950408889634
@@ -38,6 +38,12 @@ def sample_kernel(
 
 
 @triton.jit
+def nan_max(a, b):
+    """Maximum that keeps NaN, so that a broken key shows in the scores; one instruction as the plain one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _block_maxima(
     query, keys, j, position,
     D: tl.constexpr, STRIDE: tl.constexpr, BN: tl.constexpr, PER: tl.constexpr, M: tl.constexpr,
@@ -49,7 +55,7 @@ def _block_maxima(
     s = tl.dot(query, tl.trans(k), input_precision="ieee")
     if MASK:
         s = tl.where((n * STRIDE)[None, :] <= position[:, None], s, float("-inf"))
-    return tl.max(tl.reshape(s, (M, BN // PER, PER)), 2)
+    return tl.reduce(tl.reshape(s, (M, BN // PER, PER)), 2, nan_max)
 
 
 @triton.jit
@@ -93,12 +99,12 @@ def kap_kernel(
         top = tl.full([M], float("-inf"), tl.float32)
         for j in tl.range(0, whole, num_stages=STAGES):
             best = _block_maxima(query, keys, j, position, D, STRIDE, BN, PER, M, False) * scale
-            top = tl.maximum(top, tl.max(best, 1))
+            top = nan_max(top, tl.reduce(best, 1, nan_max))
             n = j * (BN // PER) + tl.arange(0, BN // PER)
             tl.store(scratch + row[:, None] * blocks + n[None, :], best)
         for j in range(whole, steps):
             best = _block_maxima(query, keys, j, position, D, STRIDE, BN, PER, M, True) * scale
-            top = tl.maximum(top, tl.max(best, 1))
+            top = nan_max(top, tl.reduce(best, 1, nan_max))
             n = j * (BN // PER) + tl.arange(0, BN // PER)
             tl.store(scratch + row[:, None] * blocks + n[None, :], best, mask=(n < blocks)[None, :])
         tl.debug_barrier()
@@ -128,20 +134,11 @@ def kap_kernel(
         tl.debug_barrier()
 
 
-def refusal(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: int) -> str | None:
+def refusal(q: Tensor, kv: PagedKV, stride: int, block_size: int) -> str | None:
     """Why this kernel cannot run the call, or None."""
-    dim = q.shape[-1]
-    if problem := half_problem(q.device, q.dtype, kv.k_pages.dtype):
-        return problem
-    if dim not in (16, 32, 64, 128):
-        return f"head_dim={dim}: must be 16, 32, 64 or 128"
-    if block_size not in (16, 32, 64, 128) or block_size % stride:
-        return f"stride={stride}, block_size={block_size}: the stride must divide a block of 16, 32, 64 or 128"
-    if scale <= 0:
-        return f"scale={scale}: must be above 0"
-    if kv.k_pages.stride(3) != 1:
-        return "key pages must have contiguous rows"
-    return None
+    if block_size % stride:
+        return f"stride={stride}, block_size={block_size}: the stride must divide the block"
+    return product_problem(q, kv.k_pages, block_size=block_size)
 
 
 def kap_triton(

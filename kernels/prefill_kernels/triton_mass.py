@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import half_problem
+from .backends import product_problem
 from .paged import PagedKV
 
 LOG2_E = 1.4426950408889634
@@ -68,20 +68,9 @@ def mass_kernel(
         tl.store(mass + n, tl.zeros([BLOCK], tl.float32), mask=n < blocks)
 
 
-def refusal(q: Tensor, kv: PagedKV, scale: float, block_size: int) -> str | None:
+def refusal(q: Tensor, kv: PagedKV, block_size: int) -> str | None:
     """Why this kernel cannot run the call, or None."""
-    dim = q.shape[-1]
-    if problem := half_problem(q.device, q.dtype, kv.k_pages.dtype):
-        return problem
-    if dim not in (16, 32, 64, 128):
-        return f"head_dim={dim}: must be 16, 32, 64 or 128"
-    if block_size not in (16, 32, 64, 128):
-        return f"block_size={block_size}: must be 16, 32, 64 or 128"
-    if scale <= 0:
-        return f"scale={scale}: must be above 0"
-    if kv.k_pages.stride(3) != 1:
-        return "key pages must have contiguous rows"
-    return None
+    return product_problem(q, kv.k_pages, block_size=block_size)
 
 
 def launch_options(block_size: int) -> dict[str, int]:

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import half_problem
+from .backends import product_problem
 from .capabilities import provides
+from .checks import check_operands, check_table
 from .paged import PagedKV
 from .plans import BlockPlan, TileStats
 
@@ -172,16 +173,7 @@ def logical_kernel(
 
 def refusal(q: Tensor, kv: PagedKV, plan: BlockPlan) -> str | None:
     """Why these kernels cannot run the call, or None."""
-    dim, size = q.shape[-1], plan.block_size
-    if problem := half_problem(q.device, q.dtype, kv.k_pages.dtype, kv.v_pages.dtype):
-        return problem
-    if dim not in (16, 32, 64, 128):
-        return f"head_dim={dim}: must be 16, 32, 64 or 128"
-    if size not in (16, 32, 64, 128):
-        return f"block_size={size}: must be 16, 32, 64 or 128"
-    if kv.k_pages.stride() != kv.v_pages.stride() or kv.k_pages.stride(3) != 1:
-        return "key and value pages must share strides and have contiguous rows"
-    return None
+    return product_problem(q, kv.k_pages, kv.v_pages, block_size=plan.block_size)
 
 
 def launch_options(dim: int, block_size: int) -> dict[str, int]:
@@ -245,7 +237,15 @@ def logical_skip_attention(q: Tensor, kv: PagedKV, mask: Tensor, plan: BlockPlan
         mask: bool [B, Hq, NQ, NK], as :func:`block_mask` makes it.
         plan: geometry only; its lists and skip scale are not read.
         scale: softmax scaling.
+
+    Raises:
+        ValueError: shapes or geometry that do not belong together, ``scale`` not above 0, or a call that the kernel
+            cannot run.
     """
+    plan.check_geometry()
+    check_operands(q, kv, scale=scale, q_offset=plan.q_offset, block_size=plan.block_size)
+    shape = (*q.shape[:2], -(-plan.q_len // plan.block_size), -(-plan.kv_len // plan.block_size))
+    check_table("mask", mask, shape, torch.bool, q.device)
     reason = refusal(q, kv, plan)
     if reason is not None:
         raise ValueError(reason)

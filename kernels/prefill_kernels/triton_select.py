@@ -1,7 +1,8 @@
 """HRM-first order and Stage-1 selection in plain Triton: one program sorts one tile's blocks.
 
 Group, float32 score and block id are packed into one int64 key, so that one sort of unique keys gives the order of
-equation 13 with ties by lowest id, always the same.
+equation 13 with ties by lowest id, always the same. Scores are at least 0, where their bits order as they do; the
+others are mapped so that no block is lost to the sign bit.
 """
 
 from __future__ import annotations
@@ -40,19 +41,25 @@ def select_kernel(
     group = tl.load(hrm + line * blocks + i, mask=causal, other=0).to(tl.int64)
     if FORCE:
         group = tl.where((i == 0) | (i == tile), 2, group)
-    bits = mass.to(tl.int32, bitcast=True).to(tl.int64)
+    # Floats as unsigned numbers of the same order: -0.0 is 0.0, and NaN of either sign comes first.
+    broken = mass != mass
+    bits = tl.where(mass == 0.0, 0.0, mass).to(tl.int32, bitcast=True)
+    bits = tl.where(broken, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)).to(tl.int64) + 2147483648
     key = (group << 45) | (bits << 13) | (8191 - i).to(tl.int64)
     key = tl.sort(tl.where(causal, key, -1), descending=True)
     ranked = (8191 - (key & 8191)).to(tl.int32)
     valid = key >= 0
     count = tile + 1
     if RULE == 1:
-        sorted_mass = ((key >> 13) & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
+        sorted_bits = (((key >> 13) & 0xFFFFFFFF) - 2147483648).to(tl.int32)
+        sorted_bits = tl.where(sorted_bits < 0, sorted_bits ^ 0x7FFFFFFF, sorted_bits)
+        sorted_mass = sorted_bits.to(tl.float32, bitcast=True).to(tl.float64)
         cumulative = tl.cumsum(tl.where(valid, sorted_mass, 0.0), 0)
         share = tl.load(limit + head % limits)
         short = valid & (cumulative < share * tl.max(cumulative, 0))
         reached = tl.minimum(tl.maximum(tl.sum(short.to(tl.int32), 0) + 1, minimum), count)
-        count = tl.where(share >= 1.0, count, reached)
+        whole = (share >= 1.0) | (tl.max((causal & broken).to(tl.int32), 0) > 0)
+        count = tl.where(whole, count, reached)
     if RULE == 2:
         wanted = tl.floor(tl.load(limit) * count.to(tl.float64) + 0.5).to(tl.int32)
         count = tl.minimum(tl.maximum(wanted, minimum), count)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import half_problem
+from .backends import product_problem
 from .paged import PagedKV
 from .plans import TileStats
 from .triton_osk import LOG2_E, _accumulate, _finish
@@ -220,16 +220,9 @@ def vertical_slash_kernel(
 
 def refusal(q: Tensor, kv: PagedKV, plan: VerticalSlashPlan) -> str | None:
     """Why these kernels cannot run the call, or None."""
-    dim = q.shape[-1]
-    if problem := half_problem(q.device, q.dtype, kv.k_pages.dtype, kv.v_pages.dtype):
-        return problem
-    if dim not in (16, 32, 64, 128):
-        return f"head_dim={dim}: must be 16, 32, 64 or 128"
     if plan.block_size not in (64, 128):
         return f"block_size={plan.block_size}: must be 64 or 128"
-    if kv.k_pages.stride() != kv.v_pages.stride() or kv.k_pages.stride(3) != 1:
-        return "key and value pages must share strides and have contiguous rows"
-    return None
+    return product_problem(q, kv.k_pages, kv.v_pages)
 
 
 def launch_options(dim: int, block_size: int) -> dict[str, int]:

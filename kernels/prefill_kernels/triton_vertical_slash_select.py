@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import half_problem
+from .backends import product_problem
 from .paged import PagedKV
 from .triton_osk import LOG2_E
 
@@ -116,15 +116,9 @@ def sums_kernel(
 
 def refusal(q: Tensor, kv: PagedKV, last_q: int) -> str | None:
     """Why these kernels cannot run the call, or None."""
-    if problem := half_problem(q.device, q.dtype, kv.k_pages.dtype):
-        return problem
-    if q.shape[-1] not in (16, 32, 64, 128):
-        return f"head_dim={q.shape[-1]}: must be 16, 32, 64 or 128"
     if last_q > 128:
         return f"last_q={last_q}: at most 128"
-    if kv.k_pages.stride(3) != 1:
-        return "key pages must have contiguous rows"
-    return None
+    return product_problem(q, kv.k_pages)
 
 
 def scores_triton(q: Tensor, kv: PagedKV, heads: Tensor, scale: float, last_q: int) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, triton_problem
+from .backends import choose_backend, triton_refusal
 from .capabilities import provides
+from .checks import check_operands, check_table
 from .paged import PagedKV
 from .plans import TileStats
 
@@ -134,26 +135,18 @@ def vertical_slash_attention(
         float32, or in float64 when ``q`` is.
 
     Raises:
-        ValueError: shapes of ``q``, ``kv`` and ``plan`` do not belong together, or ``scale`` is not above 0.
+        ValueError: shapes of ``q``, ``kv`` and ``plan`` do not belong together, or ``scale`` is not finite and above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     if q.shape[2] != plan.length or kv.kv_len != plan.length:
         raise ValueError(f"q_len={q.shape[2]}, kv_len={kv.kv_len}: the plan is for {plan.length}")
-    if plan.columns.shape[:2] != q.shape[:2]:
-        raise ValueError(f"plan.columns {tuple(plan.columns.shape)}: must lead with [B, Hq] = {tuple(q.shape[:2])}")
-    if q.shape[1] % kv.num_kv_heads:
-        raise ValueError(f"{q.shape[1]} query heads: must be a multiple of {kv.num_kv_heads} KV heads")
-    if scale <= 0:
-        raise ValueError(f"scale={scale}: must be above 0")
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_vertical_slash
-
-        return triton_vertical_slash.refusal(q, kv, plan)
-
-    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+    check_operands(q, kv, scale=scale, block_size=plan.block_size)
+    for name, lists in (("plan.columns", plan.columns), ("plan.slashes", plan.slashes)):
+        if lists.shape[:2] != q.shape[:2]:
+            raise ValueError(f"{name} {tuple(lists.shape)}: must lead with [B, Hq] = {tuple(q.shape[:2])}")
+        check_table(name, lists, (*q.shape[:2], lists.shape[-1]), torch.int32, q.device)
+    refusals = {"triton": triton_refusal("triton_vertical_slash", q, kv, plan)}
+    if choose_backend("attention", backend, q.device, refusals) == "triton":
         from .triton_vertical_slash import vertical_slash_triton
 
         return vertical_slash_triton(q, kv, plan, scale)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, triton_problem
+from .backends import choose_backend, record_call, triton_refusal
+from .checks import check_head_list, check_operands
 from .paged import PagedKV
 from .pooling import block_means
 
@@ -44,22 +45,16 @@ def vertical_slash_scores(
         float32 [B, len(heads), L] each: mass of each key position, and of each offset query - key.
 
     Raises:
-        ValueError: ``last_q`` below 1, or keys that do not match the queries.
+        ValueError: ``last_q`` below 1, heads that do not exist, keys that do not match the queries, or a scale that is
+            not above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     if last_q < 1:
         raise ValueError(f"last_q={last_q}: must be at least 1")
-    if kv.kv_len != q.shape[2]:
-        raise ValueError(f"kv_len={kv.kv_len}: must be the number of queries, {q.shape[2]}")
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_vertical_slash_select
-
-        return triton_vertical_slash_select.refusal(q, kv, last_q)
-
-    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+    check_operands(q, kv, scale=scale)
+    check_head_list(heads, q.shape[1])
+    refusals = {"triton": triton_refusal("triton_vertical_slash_select", q, kv, last_q)}
+    if choose_backend("proxy", backend, q.device, refusals) == "triton":
         from .triton_vertical_slash_select import scores_triton
 
         return scores_triton(q, kv, constant(tuple(heads), q.device), scale, last_q)
@@ -144,7 +139,16 @@ def block_sparse_lists(
 
     Returns:
         Block ids int32 [B, len(heads), NQ, max k], ascending, then -1, and counts int32 [B, len(heads), NQ].
+
+    Raises:
+        ValueError: heads that do not exist, not one ``top_k`` of at least 1 for each, keys that do not match the
+            queries, or a scale that is not above 0.
     """
+    check_operands(q, kv, scale=scale, block_size=block_size)
+    check_head_list(heads, q.shape[1])
+    if len(top_k) != len(heads) or min(top_k) < 1:
+        raise ValueError(f"top_k={list(top_k)}: must be at least 1 for each of {len(heads)} heads")
+    record_call("proxy", "torch")
     batch, group = q.shape[0], q.shape[1] // kv.num_kv_heads
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = block_means(kv.gather()[0], block_size, compute)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .backends import choose_backend, triton_problem
+from .backends import choose_backend, triton_refusal
+from .checks import check_operands
+from .masks import causal_mask
 from .paged import PagedKV
 
 _MAX_LOGITS = 1 << 25
@@ -62,24 +64,15 @@ def xattn_scores(
         float32 [B, Hq, NQ, NK] (float64 for float64 queries), 0 beyond the diagonal.
 
     Raises:
-        ValueError: a stride that does not divide the block, unaligned offset, or keys that do not match the queries.
+        ValueError: a stride that does not divide the block, unaligned offset, keys that do not match the queries, or a
+            scale that is not above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     if stride < 1 or block_size % stride:
         raise ValueError(f"stride={stride}: must divide block_size={block_size}")
-    if q_offset % block_size:
-        raise ValueError(f"q_offset={q_offset}: must be a multiple of block_size={block_size}")
-    if kv.kv_len != q_offset + q.shape[2]:
-        raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
-
-    def triton_refusal() -> str | None:
-        if problem := triton_problem():
-            return problem
-        from . import triton_xattn
-
-        return triton_xattn.refusal(q, kv, scale, block_size)
-
-    if choose_backend(backend, q.device, {"triton": triton_refusal}) == "triton":
+    check_operands(q, kv, scale=scale, q_offset=q_offset, block_size=block_size)
+    refusals = {"triton": triton_refusal("triton_xattn", q, kv, block_size)}
+    if choose_backend("proxy", backend, q.device, refusals) == "triton":
         from .triton_xattn import xattn_triton
 
         return xattn_triton(q, kv, stride, scale, block_size, q_offset)
@@ -107,7 +100,8 @@ def _xattn_torch(q: Tensor, kv: PagedKV, stride: int, scale: float, block_size: 
         end = min(tiles, begin + step)
         mass = pad(mass, (0, blocks * per - mass.shape[-1], 0, (end - begin) * per - mass.shape[-2]))
         score[:, :, begin:end] = mass.unflatten(-1, (blocks, per)).sum(-1).unflatten(2, (end - begin, per)).sum(3)
-    return score
+    # A row that sees NaN is NaN to its end: beyond the diagonal there is nothing all the same.
+    return score.masked_fill_(~causal_mask(tiles, blocks, q_offset // block_size, q.device), 0.0)
 
 
 def _groups(x: Tensor, stride: int, *, reverse: bool = False) -> Tensor:

@@ -84,6 +84,7 @@ REFUSED = {
     "heads": (["ttft", "kv_heads=5"], "kv_heads=5: a divisor of heads=32"),
     "model": (["capture", "model=smolm2"], "model=smolm2: did you mean smollm2?"),
     "capture length": (["capture", "length=9000"], "length=9000: model smollm2 supports at most 8192 without RoPE"),
+    "short capture": (["capture", "length=100"], "length=100: at least 128 tokens: benchmarks take no fewer"),
     "corpus": (["capture", "corpus=esays"], "corpus='esays': did you mean essays?"),
     "no name": (["lengths=[1]"], "bench='lengths=[1]': its name comes first"),
     "multirun": (["kernel", "-m", "seed=1,2"], "bench='-m': one benchmark at a time"),

@@ -65,6 +65,28 @@ def kl(p, q):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+def test_a_proxy_that_falls_back_is_recorded_and_warned_of():
+    """Stride 12 does not divide the block: ``auto`` takes the torch proxy, and says so."""
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+        )
+    )
+    model = model.eval().to("cuda", torch.bfloat16)
+    with Session(model, CoSA(stride=12, select=Select(p=0.9))) as session:
+        session.prefill(torch.arange(500).cuda() % 64, keep_from=499)
+        account = session.account()
+    assert account.backends["proxy:torch"] == 2 and account.backends["select:triton"] == 2
+    assert len(account.warnings) == 1
+    assert account.warnings[0].startswith("proxy ran on a slower backend than triton: stride=12, block_size=128")
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("method", [CoSA(select=Select(p=0.9)), CoSA(select=Select(p=0.95), skip_scale=400.0)])
 def test_gpu_kernels_equal_the_reference_on_a_whole_model(method, head_dim):
@@ -95,7 +117,8 @@ def test_gpu_kernels_equal_the_reference_on_a_whole_model(method, head_dim):
             outputs[backend] = logits, session.account()
     reference, account = outputs["torch"]
     assert floor > 0 and kl(eager, reference) > 3 * floor, "dense output must fail this check"
-    assert outputs["triton"][1].backends == {"triton": 4} and "torch" not in outputs["auto"][1].backends
+    assert outputs["triton"][1].backends == {"proxy:triton": 4, "select:triton": 4, "triton": 4}
+    assert "torch" not in "".join(outputs["auto"][1].backends) and outputs["auto"][1].warnings == []
     for backend in ("auto", "triton"):
         logits, got = outputs[backend]
         assert abs(got.budget.record()["B"] - account.budget.record()["B"]) <= 2e-3

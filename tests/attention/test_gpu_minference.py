@@ -67,7 +67,7 @@ def test_at_100_percent_the_output_is_dense(case, method):
     model, ids, eager, floor = case
     logits, account = run(model, ids, method)
     assert account.budget.record()["B"] == account.budget.record()["B_block"] == 1.0
-    assert account.backends == {"triton": LAYERS}
+    assert account.backends == {"proxy:triton": LAYERS, "triton": LAYERS}
     assert kl(eager, logits) <= 3 * floor
 
 

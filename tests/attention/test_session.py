@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from prefill_kernels import DensePlan
+from prefill_kernels import DensePlan, causal_plan
+from prefill_kernels.backends import choose_backend
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -116,12 +117,36 @@ def test_a_sparse_run_is_not_dense():
     record = account.budget.record()
     assert record["B"] <= record["B_stage1"] < 1
     assert account.calls == {"expected": 3, "sparse": 3, "dense": 0, "fallback": 0, "decode": 0}
-    assert account.backends == {"torch": 3}
+    assert account.backends == {"proxy:torch": 3, "select:torch": 3, "torch": 3} and account.warnings == []
     cells = 3 * 6 * SPARSE.estimator_cells(0, 301)
     assert record["estimator"] == pytest.approx(cells / (2 * record["dense"])) and cells > 0
     assert record["B_cost"] == pytest.approx(
         (record["visited"] + record["computed"]) / (2 * record["dense"]) + record["estimator"]
     )
+
+
+def test_a_stage_that_fell_back_is_counted_and_warned_of(monkeypatch):
+    """As on a CUDA device whose GPU proxy refuses the stride: counted by what ran, one warning for all layers."""
+
+    @dataclass(frozen=True)
+    class Falls(CoSA):
+        def plan(self, q, kv, context):
+            refusals = {
+                "hopper": lambda: "needs compute capability 9.0",
+                "triton": lambda: f"stride={self.stride}, block_size=64: the stride must divide the block",
+            }
+            choose_backend("proxy", "auto", torch.device("cuda"), refusals)
+            choose_backend("select", "auto", torch.device("cuda"), {"triton": lambda: None})
+            return causal_plan(q.shape[1], block_size=64, q_offset=0, q_len=q.shape[2], prompt_len=context.prompt_len)
+
+    warned = "proxy ran on a slower backend than triton: stride=12, block_size=64: the stride must divide the block"
+    for best, expected in (("triton", [warned]), ("torch", [])):
+        monkeypatch.setattr(
+            "evalkit.attention.session.resolve_backend", lambda name, *on, best=best: best if on else name
+        )
+        _, account = logits(build(), Falls(block_size=64, stride=12), prompt(100))
+        assert account.backends == {"proxy:torch": 3, "select:triton": 3, "torch": 3}
+        assert account.warnings == expected
 
 
 def test_the_modules_own_scaling_is_used():

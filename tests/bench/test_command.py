@@ -63,6 +63,16 @@ def test_without_cuda_it_is_one_line_and_nothing_is_written(module, tmp_path):
     assert done.stderr == f"python -m {module[0]}: device='cpu': a CUDA device is needed; torch finds none here\n"
 
 
+def test_ttft_without_transformers_is_one_line():
+    code = (
+        "import runpy, sys; sys.modules['transformers'] = None; sys.argv = ['evalkit.bench', 'ttft'];"
+        "runpy.run_module('evalkit.bench', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    told = "benchmark='ttft': needs transformers, which cannot be imported: install it"
+    assert done.returncode == 2 and done.stderr == f"python -m evalkit.bench: {told}\n"
+
+
 def test_options_are_the_settings_fields():
     done = run("prefill_kernels.bench", "attention", "--lengths", "4096", "100")
     assert done.returncode == 2 and "lengths=[4096, 100]" in done.stderr

@@ -1,10 +1,13 @@
-"""Compile every plain Triton kernel for sm_90 without a GPU, in the shapes that the launch tables use.
+"""Compile every kernel for sm_90 without a GPU, in the shapes that the launch tables use.
 
-Run as a program with TRITON_INTERPRET=0; prints one line a kernel and fails on the first that does not compile.
+Run as a program with TRITON_INTERPRET=0 and ``triton`` or ``gluon``, the language; prints one line a kernel and fails
+on the first that does not compile. ``gluon`` exits with :data:`CANNOT` after one line where this Triton has no Gluon
+that can be compiled without a device.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import triton
@@ -46,6 +49,7 @@ WITHOUT_PRODUCT = (
     triton_vertical_slash_select.merge_kernel,
 )
 FLOATS = ("scale", "threshold")
+CANNOT = 77
 
 
 def build(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
@@ -65,8 +69,48 @@ def build(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
     assert "wgmma" in built.asm["ptx"] or kernel in WITHOUT_PRODUCT or constants.get("D", 128) < 64, label
 
 
+def gluon() -> None:
+    """Compile the Gluon kernel for all it is specialised on: vote, head_dim, page size and dtype."""
+    try:
+        from prefill_kernels import hopper_osk
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon._runtime import GluonASTSource
+    except (ImportError, AttributeError) as error:
+        print(f"Triton {triton.__version__} has no Gluon that compiles ahead of time here: {error}")
+        sys.exit(CANNOT)
+    names = hopper_osk._osk.arg_names
+    for dtype, dim, page, skip in (("bf16", 128, 128, True), ("bf16", 128, 128, False), ("fp16", 64, 16, True)):
+        element, box = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype], min(hopper_osk.BLOCK, page)
+
+        def descriptor(rows: int, dim: int = dim, dtype: str = dtype, element: Any = element) -> str:
+            layout = gl.NVMMASharedLayout.get_default_for([rows, dim], element)
+            return f"tensordesc<{dtype}[{rows}, {dim}],{layout!r}>"
+
+        constants = {
+            "HEADS": 32, "GROUP": 4, "D": dim, "PAGE": page, "BOX": box, "KS": hopper_osk.K_STAGES,
+            "VS": hopper_osk.V_STAGES, "SKIP": skip, "RING": hopper_osk.RING,
+        }  # fmt: skip
+        types = {
+            "q_desc": descriptor(64),
+            **dict.fromkeys(("k_main", "v_main", "k_tail", "v_tail"), descriptor(box)),
+            "out": f"*{dtype}",
+            **dict.fromkeys(("order", "counts", "table", "stats"), "*i32"),
+            **dict.fromkeys(FLOATS, "fp32"),
+            **dict.fromkeys(constants, "constexpr"),
+        }
+        signature = {name: types.get(name, "i32") for name in names}
+        aligned = ("out", "order", "counts", "table", "stats", "out_stride", "out_head_stride")
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = GluonASTSource(hopper_osk._osk, signature, constants, attributes)
+        built = triton.compile(source, target=TARGET, options={"num_warps": 4})
+        label = f"osk_hopper {dtype} d={dim} page={page} skip={skip}"
+        print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
+        assert built.metadata.shared <= 227 * 1024, label
+        assert "wgmma" in built.asm["ptx"] and "cp.async.bulk.tensor" in built.asm["ptx"], label
+
+
 def main() -> None:
-    """Compile all."""
+    """Compile all that is plain Triton."""
     for dim in (64, 128):
         options = triton_osk.launch_options(dim, 128)
         shape = {"GROUP": 4, "D": dim, "PAGE": 64, "BLOCK": 128, "STAGES": options["STAGES"]}
@@ -113,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    {"triton": main, "gluon": gluon}[sys.argv[1]]()

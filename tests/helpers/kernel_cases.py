@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from prefill_kernels import BlockPlan, PagedKV
@@ -42,6 +43,12 @@ def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 9) -> PagedKV:
     kv = PagedKV.from_dense(k, v, page_size, generator=torch.Generator().manual_seed(seed))
     table = torch.cat([kv.page_table, kv.page_table.new_full((kv.page_table.shape[0], 3), 1 << 20)], 1)
     return PagedKV(kv.k_pages, kv.v_pages, table, kv.kv_len)
+
+
+def poisoned(*size: int, **options: Any) -> Tensor:
+    """In the place of ``torch.empty``: memory that no earlier call can have left right, NaN or -1."""
+    made = torch.zeros(*size, **options)
+    return made.fill_(float("nan") if made.is_floating_point() else -1)
 
 
 def random_plan(

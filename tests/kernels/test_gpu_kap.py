@@ -39,6 +39,34 @@ def test_scores_and_flags_equal_the_float32_reference(
     assert torch.equal(got.score, again.score) and torch.equal(got.hrm, again.hrm)
 
 
+def test_a_block_just_below_the_maximum_is_not_flagged():
+    q = torch.zeros(1, 1, 384, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.zeros_like(q)
+    q[..., 0] = 1.0
+    k[0, 0, 0, 0], k[0, 0, 128, 0], k[0, 0, 256, 0] = 1.0 - 2.0**-8, 1.0, 1.0 - 2.0**-8
+    got = kap_scores(q, paged(k, k, 64), stride=8, scale=1.0, backend="triton")
+    assert got.hrm[0, 0, 1:].tolist() == [[False, True, False]] * 2
+
+
+def test_a_nan_key_shows_in_the_scores_of_the_tiles_that_see_it():
+    shape = {"block": 128, "seed": 1, "dtype": torch.bfloat16, "device": "cuda"}
+    q, k, v = tensors(700, 4, 2, 128, **shape)
+    k[0, 0, 160, 5] = float("nan")
+    kv = paged(k, v, 64)
+    got, want = (kap_scores(q, kv, stride=8, scale=0.1, backend=name) for name in ("triton", "torch"))
+    assert torch.equal(got.score.isnan(), want.score.isnan()) and not got.hrm[0, :2, 2:].any()
+    assert want.score[0, :2, 1:].isnan().any(-1).all() and not want.score[0, 2:].isnan().any()
+    geometry = {"block_size": 128, "q_offset": 0, "q_len": 700, "prompt_len": 700, "p": 0.5}
+    plan, expected = (select_blocks(got, backend=name, **geometry) for name in ("triton", "torch"))
+    assert torch.equal(plan.order, expected.order) and plan.count[0, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_minus_zero_and_negative_scores_lose_no_block():
+    score = torch.tensor([0.5, -0.0, 0.0, -0.0, -1.0, -2.0, 1.0, -0.5], device="cuda").view(1, 1, 1, 8)
+    s = KapScores(score, torch.zeros_like(score, dtype=torch.bool))
+    assert order_blocks(s, first_tile=7, backend="triton")[0, 0, 0].tolist() == [6, 0, 1, 2, 3, 7, 4, 5]
+
+
 @pytest.mark.parametrize("blocks,heads", [(5, 3), (200, 3), (1024, 1), (2500, 1)])
 @pytest.mark.parametrize("ties", [False, True])
 def test_order_and_selection_equal_the_reference(blocks, heads, ties):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import on, paged, random_plan, tensors, threshold_margin
+from kernel_cases import on, paged, poisoned, random_plan, tensors, threshold_margin
 from prefill_kernels import BlockPlan, PagedKV, block_attention, dense_attention
 from prefill_kernels.backends import hopper_problem
 
@@ -79,13 +79,13 @@ def test_skips_are_really_tested():
 
 
 @pytest.mark.parametrize("share", [-1.0, 0.3])
-def test_repeated_runs_are_bitwise_equal(backend, share):
+def test_repeated_runs_are_bitwise_equal(backend, share, monkeypatch):
     length = 4096
     q, k, v, kv = make(length, 8, 2, 0, 128, 128, torch.bfloat16, seed=3)
     plan = random_plan(length, 8, B, skip_scale=share * length, seed=3, device="cuda")
     first, stats = block_attention(q, kv, plan, scale=128**-0.5, backend=backend)
+    monkeypatch.setattr(torch, "empty", poisoned)
     for _ in range(20):
-        torch.full_like(first, float("nan"))  # poison what the allocator hands out next
         again, more = block_attention(q, kv, plan, scale=128**-0.5, backend=backend)
         assert torch.equal(first, again) and torch.equal(stats.computed_cells, more.computed_cells)
 
@@ -153,6 +153,33 @@ def test_first_block_stays_and_the_threshold_is_clamped(backend):
         assert (stats.computed_blocks >= 1).all()
         spent.append(stats.computed_cells)
     assert torch.equal(*spent)
+
+
+def test_exact_ties_are_kept_and_one_step_below_is_skipped(backend):
+    """Line 14 of Algorithm A skips strictly below ln(delta/N), 0 here."""
+    q, k = torch.zeros(2, 1, 1, 640, 128, dtype=torch.bfloat16, device="cuda")
+    q[..., 0], k[..., 0] = 1.0, 1.0
+    order = torch.arange(5, dtype=torch.int32, device="cuda").expand(5, 5)
+    count = torch.arange(1, 6, dtype=torch.int32, device="cuda")
+    order = torch.where(order < count[:, None], order, -1)
+    plan = BlockPlan(order[None, None], count[None, None], B, 0, 640, 640, 640, 640.0)
+    plan.check()
+    _, stats = block_attention(q, paged(k, k, 64), plan, scale=0.5, backend=backend)
+    assert stats.computed_blocks[0, 0].tolist() == [1, 2, 3, 4, 5]
+    k[:, :, 128:384, 0] = 1.0 - 2.0**-8
+    _, stats = block_attention(q, paged(k, k, 64), plan, scale=0.5, backend=backend)
+    assert stats.computed_blocks[0, 0].tolist() == [1, 1, 1, 2, 3]
+
+
+def test_queries_at_an_odd_address_fall_back():
+    """Tensor memory access needs 16-byte addresses; ``auto`` takes the next kernel instead of failing."""
+    q, k, v, kv = make(300, 4, 2, 0, 64, 128, torch.bfloat16)
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(1, 300, 4, 128).transpose(1, 2)
+    odd.copy_(q)
+    plan = random_plan(300, 4, B, device="cuda")
+    out, stats = block_attention(odd, kv, plan, scale=0.1)
+    assert stats.backend == "triton"
+    assert torch.equal(out, block_attention(q, kv, plan, scale=0.1, backend="triton")[0])
 
 
 def test_nan_keys_are_not_skipped_away(backend):

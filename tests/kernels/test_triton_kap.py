@@ -19,6 +19,9 @@ CASES = [  # length, query heads, KV heads, stride, offset, page size
     (70, 8, 1, 4, 0, 16),
     (97, 3, 3, 1, 0, 64),
     (100, 6, 2, 8, 48, 16),
+    # More query heads of a KV head than a program takes: 16 in two parts, 12 in one and a half.
+    (37, 16, 1, 1, 0, 16),
+    (33, 24, 2, 1, 16, 16),
 ]
 
 
@@ -41,6 +44,18 @@ def test_ties_flag_both_blocks():
     k[:, :, 16:] = k[:, :, :16]
     got = kap_scores(q, paged(k, v, 16), stride=16, scale=SCALE, block_size=B, backend="triton")
     assert got.hrm[0, 0, 1].all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("below", [2.0**-7, 2.0**-12, 2.0**-23])
+def test_a_block_just_below_the_maximum_is_not_flagged(below, backend):
+    """Equation 12 asks for equality: every logit here is exact in float32."""
+    q, k = torch.zeros(1, 1, 48, D), torch.zeros(1, 1, 48, D)
+    q[..., 0] = 1.0
+    k[0, 0, 0, 0], k[0, 0, 16, 0], k[0, 0, 32, 0] = 1.0 - below, 1.0, 1.0 - below
+    got = kap_scores(q, paged(k, k, 16), stride=16, scale=1.0, block_size=B, backend=backend)
+    assert got.hrm[0, 0, 1].tolist() == [False, True, False]
+    assert got.hrm[0, 0, 2].tolist() == [False, True, False]
 
 
 def test_a_stride_that_does_not_divide_the_block_is_refused():

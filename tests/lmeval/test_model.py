@@ -85,7 +85,8 @@ def test_generation_stops_as_lm_evals_own_model_does(made, small_model):
         assert ask(ours, until) == ask(theirs, until) == whole[: min(whole.find(t) for t in until if t in whole)]
 
 
-def test_budget_is_in_results_and_samples_of_tasks_that_know_nothing_of_it(made, manager):
+def test_budget_is_in_results_and_samples_of_tasks_that_know_nothing_of_it(made, manager, monkeypatch):
+    monkeypatch.setattr("evalkit.attention.session.slower_backends", lambda refused, best: ["proxy fell back"])
     found = evaluate(made(**SPARSE), manager)
     for name in NAMES:
         results, samples = found["results"][name], found["samples"][name]
@@ -103,7 +104,8 @@ def test_budget_is_in_results_and_samples_of_tasks_that_know_nothing_of_it(made,
         "generate_until": 3,
         "loglikelihood_rolling": 3,
     }
-    assert info["prefills"]["loglikelihood"]["backends"] == {"torch": 6}
+    assert info["prefills"]["loglikelihood"]["backends"] == {"proxy:torch": 6, "select:torch": 6, "torch": 6}
+    assert all("proxy fell back" in part["warnings"] for part in info["prefills"].values())
 
 
 def test_sparse_differs_from_dense_and_full_selection_does_not(made):

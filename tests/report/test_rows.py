@@ -287,6 +287,14 @@ def test_provenance_names_machine_versions_commit_and_commands(cells):
         ("torch", "cuda", [{"torch": 3}, {"torch": 3}], False),
         ("auto", "cpu", [{"torch": 3}, {"torch": 3}], False),
         ("auto", "cuda", [None, None], False),
+        # Records that tell of proxy and selection too: attention alone decides.
+        ("auto", "cuda", [{"proxy:torch": 3, "select:torch": 3, "hopper": 3}] * 2, False),
+        (
+            "auto",
+            "cuda",
+            [{"proxy:triton": 3, "hopper": 3}, {"proxy:triton": 3, "select:triton": 3, "hopper": 2, "torch": 1}],
+            True,
+        ),
     ],
 )
 def test_the_reference_in_place_of_a_gpu_kernel_is_marked(cells, monkeypatch, asked, device, backends, marked):
