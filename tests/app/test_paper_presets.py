@@ -134,7 +134,7 @@ def cell(model="qwen3-8b", **task):
 
 def test_hours_of_a_cell():
     prefill, decode = estimate.hours(cell())
-    assert prefill == pytest.approx(2 * 36 * 19.267 / 3600)
+    assert prefill == pytest.approx(2 * 36 * estimate.TTFT[131072] / 3600)
     assert decode == pytest.approx(36 * (30 + 32) * estimate.DECODE_SECONDS / 3600)
     prefill, decode = estimate.hours(_perplexity())
     assert prefill == pytest.approx(5 * estimate.TTFT[4096] / 3600) and decode == 0
@@ -162,7 +162,7 @@ def test_models_without_a_measured_time_are_said_to_be_left_out():
     assert estimate.lines([cell("smollm2")]) == []
     (line,) = estimate.lines([cell(), cell("smollm2")])
     assert "(1 cells of other models not counted)" in line
-    assert line.startswith(f"about {2 * 36 * 19.267 / 3600:.1f} H200 hours")
+    assert line.startswith(f"about {2 * 36 * estimate.TTFT[131072] / 3600:.1f} H200 hours")
 
 
 # --------------------------------------------------------------------------------------------------------- end to end
