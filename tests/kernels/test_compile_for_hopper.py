@@ -25,6 +25,7 @@ def test_every_triton_kernel_compiles_for_sm_90(tmp_path):
     }
     done = subprocess.run([sys.executable, helper], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    names = "osk logical kap mass sample select vertical_slash sums xattn mean_key compact"
+    names = "osk logical kap mass sample select vertical_slash sums xattn mean_key compact "
+    names += "regroup unions stats page_attention kv_union reduce"
     for name in names.split():
         assert f"{name} " in done.stdout
