@@ -4,6 +4,7 @@
 # make lint        ruff and mypy
 # make bench       kernels, whole calls of all methods and time to first token on a CUDA device: half an hour on an H200;
 #                  bench-kernel, bench-attention and bench-ttft are its parts, BENCH_ARGS goes to each of them
+# make bench-pageweaver  captures of selected pages, and PageWeaver's call and a whole model on them; needs the environment
 # make bench-ruler building RULER samples; needs no GPU
 # make clean       remove the environment and build products; results and the download cache stay
 #
@@ -42,7 +43,7 @@ GPU_TESTS := from glob import glob; from importlib.util import find_spec; \
 	dirs = ["kernels", "bench"] + ["attention"] * bool(find_spec("transformers")); \
 	print(*sorted(f for d in dirs for f in glob(f"tests/{d}/test_gpu*.py")))
 
-.PHONY: demo test test-gpu lint bench bench-kernel bench-attention bench-ttft bench-ruler clean
+.PHONY: demo test test-gpu lint bench bench-kernel bench-attention bench-ttft bench-pageweaver bench-ruler clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -72,6 +73,11 @@ bench-ttft: $(GPU_NEEDS)
 	@if $(GPU_PYTHON) -c 'import transformers' 2>/dev/null; then \
 		set -x; $(GPU_PYTHON) -m evalkit.bench ttft $(BENCH_ARGS); \
 	else echo "time to first token is left out: $(PYTHON) has no transformers"; fi
+
+bench-pageweaver: $(VENV)/.installed
+	$(BIN)/evalkit capture set=pageweaver
+	$(BIN)/evalkit bench pageweaver
+	$(BIN)/evalkit bench pageweaver-model
 
 bench-ruler: $(VENV)/.installed
 	$(BIN)/python -m evalkit.benchmarks.ruler.bench_build

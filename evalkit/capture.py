@@ -1,4 +1,4 @@
-"""Record what a real run's attention calls see and plan: Q, K and V after RoPE, and the lists of selected blocks.
+"""Record what a real run's attention calls see and select: Q, K and V after RoPE, lists of blocks, pages of queries.
 
 A :class:`Recorder` stands in for a method in a :class:`~evalkit.attention.Session`; it asks that method for every plan
 and keeps what it is told to of the layers it is told to. :func:`save` writes one safetensors file.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefill_kernels import BlockPlan, Capabilities, PagedKV
+from prefill_kernels import BlockPlan, Capabilities, PagedKV, PagePlan, TileStats
 from prefill_kernels.bench.inputs import FORMAT
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +31,9 @@ class LayerCapture:
         q: chunks of [L, Hq, d].
         k, v: [L, Hkv, d] of the whole prompt so far.
         order, count: for each chunk, a block plan's lists, [Hq, NQ, K] and [Hq, NQ] in int32.
+        pages: for each chunk, a page plan's pages, int32 [N, Hkv, K].
+        positions: for each chunk, absolute positions of those queries, int32 [N].
+        page_size: tokens of a page; 0 without pages.
     """
 
     scaling: float
@@ -39,6 +42,15 @@ class LayerCapture:
     v: Tensor | None = None
     order: list[Tensor] = field(default_factory=list)
     count: list[Tensor] = field(default_factory=list)
+    pages: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    page_size: int = 0
+
+    def selected_pages(self) -> tuple[Tensor, Tensor]:
+        """Pages of all chunks, int32 [N, Hkv, K] with -1 where a chunk has fewer, and positions int32 [N]."""
+        width = max(pages.shape[-1] for pages in self.pages)
+        padded = [torch.nn.functional.pad(pages, (0, width - pages.shape[-1]), value=-1) for pages in self.pages]
+        return torch.cat(padded), torch.cat(self.positions)
 
 
 class Recorder(Method):
@@ -48,30 +60,51 @@ class Recorder(Method):
         method: the method that plans.
         layers: layers to keep.
         tensors: keep Q, K and V.
-        selections: keep the lists of block plans.
+        selections: keep the lists of block plans and the pages of page plans.
+        watched: a method whose selections are kept in place of those of ``method``. It is asked and not followed: with
+            a dense ``method`` the model goes on as it would have without a selection.
+        queries: keep the pages of the prompt's last queries alone; None = of all.
 
     Attributes:
         captures: what was kept, by layer.
     """
 
     def __init__(
-        self, method: Method, layers: Collection[int], *, tensors: bool = True, selections: bool = False
+        self,
+        method: Method,
+        layers: Collection[int],
+        *,
+        tensors: bool = True,
+        selections: bool = False,
+        watched: Method | None = None,
+        queries: int | None = None,
     ) -> None:
         super().__init__(method.block_size, method.calibration, method.budget_target)
         self.method, self.layers = method, frozenset(layers)
         self.tensors, self.selections = tensors, selections
+        self.watched, self.queries = watched, queries
         self.captures: dict[int, LayerCapture] = {}
         # Class variables of a method; whoever asks, asks the instance.
         self.name, self.chunkable = method.name, method.chunkable  # type: ignore[misc]
         self.knob, self.file_fields = method.knob, method.file_fields  # type: ignore[misc]
 
     def validate(self) -> None:
-        """Check the method's own fields."""
+        """Check the fields of the methods."""
         self.method.validate()
+        if self.watched is not None:
+            self.watched.validate()
 
     def check_model(self, layers: int, heads: int) -> None:
-        """Check the method's own tables."""
+        """Check the tables of the methods."""
         self.method.check_model(layers, heads)
+        if self.watched is not None:
+            self.watched.check_model(layers, heads)
+
+    @property
+    def chunk_problem(self) -> str | None:
+        """That of either method."""
+        watched = None if self.watched is None else self.watched.chunk_problem
+        return self.method.chunk_problem or watched
 
     @property
     def features(self) -> Capabilities:
@@ -84,22 +117,45 @@ class Recorder(Method):
         if context.layer in self.layers:
             if context.q_offset == 0:
                 self.captures[context.layer] = LayerCapture(context.scale)
-            self._keep(self.captures[context.layer], q, kv, plan)
+            kept = self.captures[context.layer]
+            if self.tensors:
+                self._keep(kept, q, kv)
+            if self.selections:
+                self._keep_selection(kept, plan if self.watched is None else self.watched.plan(q, kv, context), context)
         return plan
 
-    def _keep(self, kept: LayerCapture, q: Tensor, kv: PagedKV, plan: Plan) -> None:
-        if self.tensors:
-            kept.q.append(q[0].transpose(0, 1).cpu())
-            k, v = kv.gather()
-            # Copies: the views point into pages that the next prompt reuses.
-            kept.k, kept.v = (x[0].transpose(0, 1).to("cpu", copy=True) for x in (k, v))
-        if self.selections and isinstance(plan, BlockPlan):
+    def _keep(self, kept: LayerCapture, q: Tensor, kv: PagedKV) -> None:
+        kept.q.append(q[0].transpose(0, 1).cpu())
+        k, v = kv.gather()
+        # Copies: the views point into pages that the next prompt reuses.
+        kept.k, kept.v = (x[0].transpose(0, 1).to("cpu", copy=True) for x in (k, v))
+
+    def _keep_selection(self, kept: LayerCapture, plan: Plan, context: PlanContext) -> None:
+        if isinstance(plan, BlockPlan):
             kept.order.append(plan.order[0].cpu())
             kept.count.append(plan.count[0].cpu())
+        elif isinstance(plan, PagePlan):
+            begin = 0 if self.queries is None else context.prompt_len - self.queries - context.q_offset
+            rows = slice(max(0, begin), None)
+            kept.page_size = plan.page_size
+            kept.pages.append(plan.pages[0, rows].cpu())
+            kept.positions.append(plan.positions[rows].cpu())
 
     def estimator_cells(self, q_offset: int, q_len: int) -> int:
         """The method's."""
         return self.method.estimator_cells(q_offset, q_len)
+
+    def kernel_backend(self, backend: str) -> str:
+        """The method's."""
+        return self.method.kernel_backend(backend)
+
+    def work(self, stats: TileStats) -> dict[str, int | Tensor]:
+        """The method's."""
+        return self.method.work(stats)
+
+    def work_ratios(self, total: Mapping[str, int]) -> dict[str, float]:
+        """The method's."""
+        return self.method.work_ratios(total)
 
     def warnings(self, prompt_len: int) -> list[str]:
         """The method's."""
@@ -109,9 +165,10 @@ class Recorder(Method):
 def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metadata: Mapping[str, Any]) -> None:
     """Write captures to one safetensors file.
 
-    Tensors are ``layer.<n>.q`` [L, Hq, d], ``.k`` and ``.v`` [L, Hkv, d]; ``.order`` [Hq, NQ, K] (-1 padded) and
-    ``.count`` [Hq, NQ] where selections were kept. Metadata: ``format``, ``model``, ``scaling`` (JSON, by layer) and
-    what is given here, each value as JSON.
+    Tensors are ``layer.<n>.q`` [L, Hq, d], ``.k`` and ``.v`` [L, Hkv, d]; where selections were kept, of block plans
+    ``.order`` [Hq, NQ, K] (-1 padded) and ``.count`` [Hq, NQ], of page plans ``.pages`` [N, Hkv, K] (int16, int32 where
+    a sequence has more pages than that holds; -1 padded) and ``.positions`` int32 [N]. Metadata: ``format``, ``model``,
+    ``scaling`` (JSON, by layer), with pages ``page_size``, and what is given here, each value as JSON.
 
     Raises:
         InputError: nothing was captured, or the file cannot be written.
@@ -119,6 +176,7 @@ def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metada
     if not captures:
         raise InputError("layers", [], "layers that the run has; none was captured")
     tensors: dict[str, Tensor] = {}
+    facts = dict(metadata)
     for layer, kept in sorted(captures.items()):
         name = f"layer.{layer}"
         if kept.k is not None and kept.v is not None:
@@ -127,8 +185,14 @@ def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metada
             width = max(order.shape[-1] for order in kept.order)
             padded = [torch.nn.functional.pad(o, (0, width - o.shape[-1]), value=-1) for o in kept.order]
             tensors |= {f"{name}.order": torch.cat(padded, 1), f"{name}.count": torch.cat(kept.count, 1)}
+        if kept.pages:
+            pages, positions = kept.selected_pages()
+            small = int(pages.max()) <= torch.iinfo(torch.int16).max
+            pages = pages.to(torch.int16 if small else torch.int32)
+            tensors |= {f"{name}.pages": pages, f"{name}.positions": positions}
+            facts["page_size"] = kept.page_size
     scaling = {str(layer): kept.scaling for layer, kept in sorted(captures.items())}
-    described = {key: json.dumps(value) for key, value in metadata.items()}
+    described = {key: json.dumps(value) for key, value in facts.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -18,6 +18,7 @@ HYDRA_COMMANDS = {
     "run": (".app.main", "run cells: model x method x task; -m sweeps"),
     "calibrate": (".app.calibrate", "find the value of a method's knob that reaches a budget"),
     "search-patterns": (".app.search_patterns", "find MInference's pattern of each head"),
+    "capture": (".app.capture", "record what a real run's attention sees, and what a method selects there"),
     "bench": (".app.bench", "benchmarks on a CUDA device"),
 }
 """Commands whose arguments are Hydra's: the module whose ``run`` takes them, and a line of help."""

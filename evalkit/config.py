@@ -466,9 +466,9 @@ class Cell:
         if isinstance(block, int) and block > 0:
             allowed = f"must be a multiple of method.block_size={block}"
             _require(chunk % block == 0, "execution.chunk_size", chunk, allowed)
-        chunkable = getattr(self.method, "chunkable", True)
-        name = method_name(self.method)
-        _require(bool(chunkable), "execution.chunk_size", chunk, f"method {name} plans from the whole prompt: use null")
+        problem = getattr(self.method, "chunk_problem", None)
+        allowed = f"method {method_name(self.method)} {problem}: use null"
+        _require(problem is None, "execution.chunk_size", chunk, allowed)
 
 
 def plain(value: Any) -> Any:

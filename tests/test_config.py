@@ -230,7 +230,7 @@ def test_chunks_need_a_method_that_allows_them_and_end_on_its_blocks():
     @dataclasses.dataclass(frozen=True)
     class FromLastQueries:
         block_size: int = 128
-        chunkable = False
+        chunk_problem = "plans from the whole prompt"
 
         def validate(self):
             pass

@@ -26,7 +26,8 @@ BENCHES = {
     "kernel": ("prefill_kernels.bench.config:KernelBench", "prefill_kernels.bench.command:launch"),
     "attention": ("evalkit.bench.settings:MethodsBench", "evalkit.bench.attention:launch"),
     "ttft": ("evalkit.bench.settings:TtftBench", "evalkit.bench.ttft:launch"),
-    "capture": ("evalkit.bench.settings:CaptureSettings", "evalkit.bench.capture:launch"),
+    "pageweaver": ("prefill_kernels.bench.config:PageBench", "prefill_kernels.bench.command:launch"),
+    "pageweaver-model": ("evalkit.bench.settings:PageModelBench", "evalkit.bench.pageweaver_model:launch"),
 }
 """Settings class and what runs it, by the name in ``schema/bench``."""
 
@@ -41,7 +42,8 @@ settings behind it: "variants=[fa2,xattention,'xattention:stride=16:threshold=0.
   --cfg job             print the settings and run nothing
   --config-dir DIR      add a directory with bench/<name>.yaml files of your own
 
-Where hydra is not installed: python -m prefill_kernels.bench kernel, python -m evalkit.bench attention|ttft.
+Where hydra is not installed: python -m prefill_kernels.bench kernel|pageweaver,
+python -m evalkit.bench attention|ttft|pageweaver-model.
 
 Exit code: 0 done, 1 a result was wrong, 2 bad input (nothing was run), 130 interrupted."""
 
@@ -125,5 +127,5 @@ def _benches() -> str:
     lines = []
     for item in sorted((files("evalkit.conf") / "bench").iterdir(), key=lambda item: item.name):
         first = next(line for line in item.read_text().splitlines() if line.startswith("# ") and "@" not in line)
-        lines.append(f"  {item.name.removesuffix('.yaml'):<11}{first.removeprefix('# ')}")
+        lines.append(f"  {item.name.removesuffix('.yaml'):<17}{first.removeprefix('# ')}")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from omegaconf import MISSING
 
 from ..calibration.pattern_settings import PatternSearchConfig
 from ..calibration.settings import CalibrateConfig
+from ..capture_settings import CaptureConfig
 from ..config import TASK_CONFIGS, ExecutionConfig, ModelConfig, methods_registry, unwrap_optional
 
 PROVIDER = "evalkit"
@@ -109,6 +110,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="execution", node=schema_for(ExecutionConfig), provider=PROVIDER)
     store.store(group="schema", name="calibrate", node=schema_for(CalibrateConfig), provider=PROVIDER)
+    store.store(group="schema", name="capture", node=schema_for(CaptureConfig), provider=PROVIDER)
     store.store(group="schema", name="search", node=schema_for(PatternSearchConfig), provider=PROVIDER)
     store.store(group="schema/model", name="model", node=schema_for(ModelConfig), provider=PROVIDER)
     for name, config in TASK_CONFIGS.items():

@@ -115,12 +115,13 @@ def evalkit_attention(
     with executed() as ran:
         plan = state.method.plan(query, key, context)
         if isinstance(plan, SparsePlan):
-            out, stats = sparse_attention(query, key, plan, scale=scale, backend=state.backend)
+            backend = state.method.kernel_backend(state.backend)
+            out, stats = sparse_attention(query, key, plan, scale=scale, backend=backend)
     state.calls.add(ran)
     if isinstance(plan, SparsePlan):
         state.calls.sparse[layer] += 1
         state.calls.backends[stats.backend] += 1
-        state.meter.add_sparse(layer, state.q_offset, q_len, stats, estimator)
+        state.meter.add_sparse(layer, state.q_offset, q_len, stats, estimator, state.method.work(stats))
     elif isinstance(plan, DensePlan):
         out = dense_attention(query, *key.gather(), scale=scale, q_offset=state.q_offset)
         fallback = plan.reason == "fallback"

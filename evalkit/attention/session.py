@@ -92,8 +92,8 @@ class Session:
         method.validate()
         method.check_model(model.config.num_hidden_layers, model.config.num_attention_heads)
         if chunk_size is not None:
-            if not method.chunkable:
-                raise InputError("execution.chunk_size", chunk_size, f"null: {method.name} plans from the whole prompt")
+            if method.chunk_problem is not None:
+                raise InputError("execution.chunk_size", chunk_size, f"null: {method.name} {method.chunk_problem}")
             if chunk_size <= 0 or chunk_size % method.block_size:
                 raise InputError("execution.chunk_size", chunk_size, f"a multiple of {method.block_size}, or null")
         self.model, self.method = model, method
@@ -133,7 +133,12 @@ class Session:
         length = len(ids)
         device = self.model.device
         self._cache = PagedCache(self.layers, length + reserve, self.page_size, device, self.page_shuffle)
-        self._meter = BudgetMeter(self.layers, self.model.config.num_attention_heads, self.method.block_size)
+        self._meter = BudgetMeter(
+            self.layers,
+            self.model.config.num_attention_heads,
+            self.method.block_size,
+            self.method.work_ratios,
+        )
         self._calls = CallCounts(self.layers)
         self._prompt_len, self._position = length, 0
         self._decoded = self._decode_calls = self._forgotten = 0

@@ -1,61 +1,163 @@
-"""Capture the attention inputs of a model on real text, for ``evalkit bench attention inputs=<file>``."""
+"""Capture the attention inputs of a model on real text, and what a method selects there, for benchmarks to replay.
+
+The model runs densely, whatever is recorded: a selection is that of the model's own hidden states, as it would be in
+the first layer that a method changes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from prefill_kernels.bench.page_inputs import Overlap, overlap
+from prefill_kernels.bench.rows import checkout_commit
 
 from ..attention import Session
 from ..benchmarks.perplexity import build_windows, ids_sha256
-from ..capture import Recorder, save
+from ..capture import LayerCapture, Recorder, save
+from ..capture_settings import CaptureConfig
+from ..config import ModelConfig, method_name, plain
 from ..corpora import Corpora
-from ..errors import InputError
+from ..errors import InputError, IntegrityError
+from ..methods.base import Method
 from ..methods.dense import Dense
 from ..models.loading import load_model, load_tokenizer, locate, resolve_device, resolve_dtype
-from .settings import CaptureSettings
 
 SPREAD = 3
 """Layers that are captured when none is named, early to late."""
 
 
-def launch(settings: CaptureSettings, command: str) -> Path:
-    """Run the model and write the file.
+@dataclass(frozen=True)
+class Request:
+    """What is run and recorded.
+
+    Attributes:
+        model: the model; its ``dtype`` is that of Q, K and V in the file.
+        capture: lengths, layers and what is kept.
+        method: whose selections are recorded beside; None = no one's.
+    """
+
+    model: ModelConfig
+    capture: CaptureConfig
+    method: Method | None = None
+
+    def validate(self) -> None:
+        """Raise InputError on the first value that cannot be used."""
+        self.model.validate()
+        if self.method is not None:
+            self.method.validate()
+        self.capture.validate(self.model, selects=self.method is not None)
+
+
+def launch(request: Request, command: str) -> list[Path]:
+    """Run the model at each length and write the files.
 
     Args:
-        settings: validated settings.
-        command: kept in the file.
+        request: validated.
+        command: kept in the files.
 
     Raises:
-        InputError: a layer the model does not have, a corpus too short, or a file that cannot be written.
+        InputError: a layer the model does not have, a corpus too short, a method that selects neither blocks nor
+            pages, or a file that cannot be written.
+        IntegrityError: selected pages that no selector makes of real text.
     """
+    settings = request.capture
     device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.model.dtype, device)
-    source = locate(settings.model)
-    tokenizer = load_tokenizer(source, settings.model)
-    (ids,) = build_windows(settings.window, tokenizer, bos=settings.model.perplexity_bos, corpora=Corpora()).ids
-    loaded = load_model(settings.model, source, settings.length, device, dtype)
-    count = loaded.model.config.num_hidden_layers
-    layers = settings.layers or spread(count)
+    dtype = resolve_dtype(request.model.dtype, device)
+    source = locate(request.model)
+    tokenizer = load_tokenizer(source, request.model)
+    corpora = Corpora()
+    written = []
+    for length, named in settings.wanted.items():
+        window = build_windows(settings.window(length), tokenizer, bos=request.model.perplexity_bos, corpora=corpora)
+        (ids,) = window.ids
+        loaded = load_model(request.model, source, length, device, dtype)
+        layers = named or spread(loaded.model.config.num_hidden_layers)
+        recorder = record(request, loaded.model, layers, ids)
+        facts = {
+            "tokens": len(ids),
+            "layers": list(layers),
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "weights": source.checksum,
+            "rope": loaded.rope,
+            "corpus": settings.corpus,
+            "prompt_sha256": ids_sha256(ids),
+            "commit": checkout_commit(),
+            "command": command,
+        }
+        if request.method is not None:
+            facts["method"] = {"name": method_name(request.method), **plain(request.method)}
+        path = Path(settings.out).expanduser() / f"{request.model.name}-{length}.safetensors"
+        facts |= _plausible(path.name, recorder.captures)
+        save(recorder.captures, path, model=request.model.name, metadata=facts)
+        print(f"wrote {path}: {path.stat().st_size / 2**20:.1f} MiB, layers {', '.join(map(str, layers))}", flush=True)
+        written.append(path)
+    return written
+
+
+def record(request: Request, model: Any, layers: tuple[int, ...], ids: list[int]) -> Recorder:
+    """Prefill one prompt densely and keep what the request asks for.
+
+    Raises:
+        InputError: a layer the model does not have, or a method that selects neither blocks nor pages.
+    """
+    settings, count = request.capture, model.config.num_hidden_layers
     if max(layers) >= count:
-        raise InputError("layers", list(layers), f"below {count}, the layers of {settings.model.name}")
-    recorder = Recorder(Dense(), layers)
-    with Session(loaded.model, recorder) as session:
+        raise InputError("capture.layers", list(layers), f"below {count}, the layers of {request.model.name}")
+    recorder = Recorder(
+        Dense(),
+        layers,
+        tensors=settings.tensors,
+        selections=request.method is not None,
+        watched=request.method,
+        queries=settings.queries,
+    )
+    with Session(model, recorder) as session:
         session.prefill(torch.tensor(ids), keep_from=len(ids) - 1)
         session.account()
-    path = Path(settings.out or f"captures/{settings.model.name}-{settings.length}.safetensors").expanduser()
-    facts = {
-        "tokens": len(ids),
-        "layers": list(layers),
-        "dtype": str(dtype).removeprefix("torch."),
-        "weights": source.checksum,
-        "corpus": settings.corpus,
-        "prompt_sha256": ids_sha256(ids),
-        "command": command,
-    }
-    save(recorder.captures, path, model=settings.model.name, metadata=facts)
-    print(f"wrote {path}: {path.stat().st_size / 2**20:.1f} MiB, layers {', '.join(map(str, layers))}", flush=True)
-    return path
+    kept = recorder.captures.values()
+    if request.method is not None and not all(item.order or item.pages for item in kept):
+        raise InputError("method", method_name(request.method), "a method that selects blocks or pages")
+    return recorder
+
+
+def _plausible(name: str, captures: dict[int, LayerCapture]) -> dict[str, Any]:
+    """Overlap of the captured pages by layer, for the metadata; it is printed and checked.
+
+    Raises:
+        IntegrityError: an empty or a constant selection, or a union outside of what its members allow.
+    """
+    found: dict[str, Any] = {}
+    for layer, kept in sorted(captures.items()):
+        if not kept.pages:
+            continue
+        pages, positions = kept.selected_pages()
+        measured = overlap(pages, positions, kept.page_size)
+        print(f"{name} layer {layer}: {measured.text}", flush=True)
+        check_overlap(f"{name}, layer {layer}", measured, pages.shape[-1], int(positions[-1]) // kept.page_size + 1)
+        found[str(layer)] = {"mean_support": measured.support, "mean_union": measured.union}
+    return {"overlap": found} if found else {}
+
+
+def check_overlap(what: str, measured: Overlap, top_k: int, pages: int) -> None:
+    """Raise IntegrityError unless a selection may be that of a real run.
+
+    Args:
+        what: named in the error.
+        measured: its overlap.
+        top_k: pages a query.
+        pages: pages that the last query may select.
+    """
+    support, union = measured.support, measured.union
+    if not 1 <= support <= top_k:
+        raise IntegrityError(f"{what}: queries select {support:.2f} pages on average, expected 1 to {top_k}")
+    if not support - 1e-6 <= union <= min(8 * support, pages) + 1e-6:
+        raise IntegrityError(f"{what}: unions of eight hold {union:.2f} pages, their members {support:.2f} each")
+    if pages > 2 * top_k and measured.distinct <= top_k:
+        raise IntegrityError(f"{what}: all queries together select {measured.distinct} of {pages} pages")
 
 
 def spread(layers: int, wanted: int = SPREAD) -> tuple[int, ...]:

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 
 from prefill_kernels.bench.config import (
     BLOCK,
+    CAPTURES,
     DENSE,
+    PAGE_BACKENDS,
     SYNTHETIC,
     AttentionBench,
     BenchError,
     BenchSettings,
     require,
+    require_captures,
+    require_choices,
     require_each,
     require_shares,
     require_variants,
 )
 
-from ..config import DEVICES, ModelConfig, PerplexityConfig
 from ..errors import InputError, near_matches
 from ..methods.base import Method
 from ..methods.presets import from_text, names, names_a_file
@@ -136,42 +139,55 @@ class TtftBench(BenchSettings):
         return methods_among(self.variants, TTFT_VARIANTS)
 
 
+PAGE_VARIANTS = ("original", "online_64", "online_128", "flashinfer", "flashinfer_replan")
+
+
 @dataclass(frozen=True)
-class CaptureSettings:
-    """Q, K and V after RoPE of some layers of a dense prefill over one window of text.
+class PageModelBench(BenchSettings):
+    """Prefill throughput of a model with 16 query heads a KV head under captured page ids.
+
+    Random weights select at random, so that the pages are those of a capture: layer l and KV head h replay the captured
+    head number ``l x kv_heads + h``, taken in turn. Every variant reads the same paged cache.
 
     Args:
-        model: the model; its ``dtype`` is that of the file.
-        length: tokens of the window.
-        layers: layers to keep; none named = three, early to late.
-        corpus, text_field: as of the perplexity task; its first window is taken.
-        device: where the model runs.
-        out: file to write, .safetensors; None = captures/<model>-<length>.safetensors.
+        lengths: prompt lengths, each of a capture with the pages of all its queries.
+        repeats: measured prefills, after one that warms up.
+        captures: files of ``evalkit capture`` with pages.
+        variants: ``original`` (queries in their own order), ``online_64`` and ``online_128`` (regrouped in every call),
+            ``flashinfer`` (its paged decode, planned beforehand) and ``flashinfer_replan`` (planned in every call).
+        kv_dtypes: ``model`` (bfloat16) and ``fp8`` (a cache that quantises as it is written, at a fixed scale).
+        chunk: tokens of a prefill chunk; None = the whole prompt in one call.
+        backend: of the union kernel.
+        layers, hidden, intermediate, heads, kv_heads, dim, vocab: the model; by default Qwen3-1.7B's with its 16 query
+            heads on one KV head.
     """
 
-    model: ModelConfig
-    length: int = 8192
-    layers: tuple[int, ...] = ()
-    corpus: str = "essays"
-    text_field: str = "text"
-    device: str = "auto"
-    out: str | None = None
+    lengths: tuple[int, ...] = (8192, 32768, 65536)
+    repeats: int = 3
+    captures: tuple[str, ...] = CAPTURES
+    variants: tuple[str, ...] = PAGE_VARIANTS
+    kv_dtypes: tuple[str, ...] = ("model", "fp8")
+    chunk: int | None = 8192
+    backend: str = "auto"
+    layers: int = 28
+    hidden: int = 2048
+    intermediate: int = 6144
+    heads: int = 16
+    kv_heads: int = 1
+    dim: int = 128
+    vocab: int = 151936
 
     def validate(self) -> None:
-        """Raise InputError or BenchError on the first value that cannot be used."""
-        self.model.validate()
-        require(self.length >= BLOCK, "length", self.length, f"at least {BLOCK} tokens: benchmarks take no fewer")
-        try:
-            self.window.validate()
-            self.model.rope_factor(self.length)
-        except InputError as error:  # settings of the perplexity task go by shorter names here
-            raise InputError(error.field.removeprefix("task."), error.value, error.allowed) from None
-        require_each("layers", self.layers, lambda n: n >= 0, "layer numbers from 0", empty=True)
-        require(self.device in DEVICES, "device", self.device, near_matches(self.device, DEVICES))
-        if self.out is not None:
-            require(self.out.endswith(".safetensors"), "out", self.out, "a file that ends in .safetensors, or null")
-
-    @property
-    def window(self) -> PerplexityConfig:
-        """The text as the perplexity task takes it."""
-        return PerplexityConfig(corpus=self.corpus, text_field=self.text_field, length=self.length, limit=1)
+        """Raise BenchError on the first value that cannot be used; the captures must exist."""
+        super().validate()
+        require_captures(self.captures)
+        require(bool(self.captures), "captures", list(self.captures), "at least one file")
+        require_choices("variants", self.variants, PAGE_VARIANTS)
+        require("original" in self.variants, "variants", list(self.variants), "must hold original: gains are over it")
+        require_choices("kv_dtypes", self.kv_dtypes, ("model", "fp8"))
+        whole = self.chunk is None or (self.chunk >= BLOCK and self.chunk % BLOCK == 0)
+        require(whole, "chunk", self.chunk, f"a multiple of {BLOCK} tokens, or null")
+        require_choices("backend", [self.backend], ("auto", *PAGE_BACKENDS))
+        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "dim", "vocab"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+        require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")

@@ -47,7 +47,7 @@ from ..methods.cosa import CoSA, Select
 from ..methods.dense import Dense
 from ..methods.presets import described, from_text
 from .profiling import profile_csv
-from .settings import TTFT_VARIANTS, TtftBench
+from .settings import TTFT_VARIANTS, PageModelBench, TtftBench
 
 CHECKED_TOKENS = 2048
 
@@ -107,7 +107,7 @@ def runnable(variants: Iterable[str]) -> list[str]:
     return names
 
 
-def build(settings: TtftBench, device: torch.device) -> Qwen3ForCausalLM:
+def build(settings: TtftBench | PageModelBench, device: torch.device) -> Qwen3ForCausalLM:
     """The model, in bfloat16 with random weights made on the device."""
     config = Qwen3Config(
         hidden_size=settings.hidden,

@@ -79,7 +79,7 @@ class Request:
         if self.settings.per_head and knob.table_field is None:
             raise InputError("calibrate.per_head", True, f"false: {method_name(method)} has no table of its heads")
         chunk = self.execution.chunk_size
-        if chunk is not None and (not method.chunkable or chunk % method.block_size):
+        if chunk is not None and (method.chunk_problem is not None or chunk % method.block_size):
             raise InputError(
                 "execution.chunk_size", chunk, f"null, or a multiple of {method.block_size} where chunks fit"
             )

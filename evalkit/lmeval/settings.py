@@ -80,7 +80,8 @@ def settings(arguments: Mapping[str, Any]) -> Settings:
 
     Args:
         arguments: ``pretrained`` (a model preset, a local directory or a hub id), ``method`` (a method preset), the
-            method's knobs by their own names (``p``, ``skip_scale``, also dotted: ``select.p``), and those of
+            method's knobs by their own names (``p``, ``skip_scale``, also dotted: ``select.p``, and in full where an
+            argument has the name, ``method.page_size``), and those of
             :data:`MODEL`, :data:`EXECUTION` and :data:`OTHERS`.
 
     Raises:
@@ -209,6 +210,7 @@ def _knobs(method: str, asked: Mapping[str, Any], known: set[str]) -> list[str]:
     for dotted in fields:
         by_name.setdefault(dotted.rpartition(".")[2], []).append(dotted)
         by_name.setdefault(dotted, [dotted])
+        by_name[f"method.{dotted}"] = [dotted]  # a name that is taken otherwise: page_size
     found = []
     for name, value in asked.items():
         if name not in by_name:

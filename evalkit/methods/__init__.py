@@ -16,6 +16,7 @@ METHODS.add_lazy("streaming", "evalkit.methods.streaming:Streaming")
 METHODS.add_lazy("xattention", "evalkit.methods.xattention:XAttention")
 METHODS.add_lazy("flexprefill", "evalkit.methods.flexprefill:FlexPrefill")
 METHODS.add_lazy("flashprefill", "evalkit.methods.flashprefill:FlashPrefill")
+METHODS.add_lazy("pageweaver", "evalkit.methods.pageweaver:PageWeaver")
 METHODS.add_lazy("spargeattn", "evalkit.methods.spargeattn:SpargeAttn")
 
 __all__ = ["METHODS", "Knob", "Method", "PlanContext"]

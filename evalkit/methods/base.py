@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from prefill_kernels import Capabilities, DensePlan, PagedKV, SparsePlan
+from prefill_kernels import Capabilities, DensePlan, PagedKV, SparsePlan, TileStats
 from torch import Tensor
 
 Plan = SparsePlan | DensePlan
@@ -110,9 +111,33 @@ class Method(ABC):
             heads: query heads of each layer.
         """
 
+    @property
+    def chunk_problem(self) -> str | None:
+        """Why a prompt cannot be cut into chunks under the method as it is set, or None where it can."""
+        return None if self.chunkable else "plans from the whole prompt"
+
     def estimator_cells(self, q_offset: int, q_len: int) -> int:
         """QK products the selection itself costs, per layer and query head, in cells."""
         return 0
+
+    def kernel_backend(self, backend: str) -> str:
+        """The backend that executes this method's plans, where it is not that of the run."""
+        return backend
+
+    def work(self, stats: TileStats) -> dict[str, int | Tensor]:
+        """What a kernel executed beyond the cells of the budget, by name; a sample's calls are added up.
+
+        Args:
+            stats: of one call.
+
+        Returns:
+            Counters, scalars on the device of the run or whole numbers, the same names in each call; none by default.
+        """
+        return {}
+
+    def work_ratios(self, total: Mapping[str, int]) -> dict[str, float]:
+        """What the sums of :meth:`work` over a sample say, by name, for its record and the report."""
+        return {}
 
     def warnings(self, prompt_len: int) -> list[str]:
         """Settings that act differently at this prompt length than they read; stored with each sample."""

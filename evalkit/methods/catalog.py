@@ -21,7 +21,11 @@ FLAGS = {
 }
 
 BLOCK_KERNEL = "block_attention"
-KERNEL_OF = {"dense": "dense_attention", "minference": "vertical_slash_attention"}
+KERNEL_OF = {
+    "dense": "dense_attention",
+    "minference": "vertical_slash_attention",
+    "pageweaver": "page_attention",
+}
 """Kernels of the methods that do not run on :func:`prefill_kernels.block_attention`."""
 
 TABLE_A = (
@@ -66,7 +70,7 @@ def presets() -> list[Row]:
     for name, method in preset_methods().items():
         kernel = KERNEL_OF.get(method.name, BLOCK_KERNEL)
         knob = method.knob.field if method.knob else ""
-        rows.append(Row(name, _asked(method, known[kernel], kernel), knob, method.chunkable))
+        rows.append(Row(name, _asked(method, known[kernel], kernel), knob, method.chunk_problem is None))
     return rows
 
 

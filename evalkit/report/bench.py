@@ -183,6 +183,13 @@ METHODS = (
     "ms", "plan ms", "attention ms", "TF/s", "% of dense peak", "over FA2", "over fastest dense", "B_stage1 %", "B %",
     "B_block %", "plan GiB", "also", "commit",
 )  # fmt: skip
+PAGES = (
+    "ms", "regroup ms", "union ms", "attention ms", "preparation %", "mean union", "useful %", "TF/s", "useful TF/s",
+    "gain %", "over FlashInfer", "over its fp8", "error", "also", "commit",
+)  # fmt: skip
+PAGES_MODEL = (
+    "prefill s", "tokens/s", "over original %", "over FlashInfer %", "over replanned %", "peak GiB", "commit",
+)  # fmt: skip
 TTFT = ("TTFT s", "over FA2", "peak GiB", "B_stage1 %", "B %", "commit")
 
 ALSO: dict[str, tuple[str, float, str]] = {
@@ -192,6 +199,14 @@ ALSO: dict[str, tuple[str, float, str]] = {
     "skipped_over_live": ("skipped / live block {}", 1, "2"),
     "skipped_over_voting": ("with the vote on {}", 1, "2"),
     "host_ms": ("host {} ms", 1, "2"),
+    "host_plan_ms": ("plan {} ms of the host, not in ms", 1, "1"),
+    "mean_halves": ("halves {}", 1, "2"),
+    "mean_imbalance": ("imbalance {}", 1, "2"),
+    "break_even_preparation": ("gain gone at {} % preparation", 100, "1"),
+    "quantization_err": ("quantising KV {}", 1, "3"),
+    "partials": ("partials {} GiB", 1, "2"),
+    "reduction_ms": ("reduction {} ms", 1, "3"),
+    "union_reduction": ("zero gain at {} % fewer pages", 100, "1"),
 }
 """Metrics of the column "also": text, factor, digits."""
 
@@ -227,6 +242,14 @@ def tables(benchmarks: Benchmarks) -> list[Table]:
         rows = [_method_row(benchmarks, point) for point in methods]
         title = "Methods, whole call with the selection, mean over inputs or captured layers"
         found.append(Table(title, ("variant", "setting", "tokens", *METHODS), rows))
+    pages = [point for point in benchmarks.points if point.bench == "pageweaver"]
+    if pages:
+        title = "PageWeaver, complete call on given page ids"
+        found.append(Table(title, ("variant", "setting", "tokens", *PAGES), [_pages_row(point) for point in pages]))
+    models = [point for point in benchmarks.points if point.bench == "pageweaver-model"]
+    if models:
+        title, rows = "PageWeaver, whole-model prefill", [_pages_model_row(point) for point in models]
+        found.append(Table(title, ("variant", "setting", "tokens", *PAGES_MODEL), rows))
     ttft = [point for point in benchmarks.points if point.bench == "ttft"]
     if ttft:
         rows = [_ttft_row(benchmarks, point) for point in ttft]
@@ -285,6 +308,40 @@ def _also(metrics: Mapping[str, float]) -> str:
         if name in metrics
     ]
     return ", ".join(found) or DASH
+
+
+def _pages_row(point: Point) -> list[str]:
+    metrics = point.metrics
+    return [
+        point.variant,
+        point.setting,
+        str(point.tokens) if point.tokens else DASH,
+        *(_text(metrics.get(name), 3) for name in ("ms", "regroup_ms", "union_ms", "attention_ms")),
+        _text(metrics.get("preparation_share"), 1, 100),
+        _text(metrics.get("mean_union"), 1),
+        _text(metrics.get("useful_share"), 1, 100),
+        *(_text(metrics.get(name), 0) for name in ("tflops", "useful_tflops")),
+        _text(metrics.get("gain"), 2, 100),
+        *(_text(metrics.get(name), 2) for name in ("speedup_flashinfer", "speedup_flashinfer_fp8")),
+        _text(metrics.get("rel_err"), 4),
+        _also(metrics),
+        ", ".join(point.commits),
+    ]
+
+
+def _pages_model_row(point: Point) -> list[str]:
+    metrics = point.metrics
+    gains = ("throughput_gain", "throughput_over_flashinfer", "throughput_over_flashinfer_replan")
+    return [
+        point.variant,
+        point.setting,
+        str(point.tokens),
+        _text(metrics.get("prefill"), 3),
+        _text(metrics.get("throughput"), 0),
+        *(_text(metrics.get(name), 2, 100) for name in gains),
+        _text(metrics.get("peak_memory"), 1),
+        ", ".join(point.commits),
+    ]
 
 
 def _ttft_row(benchmarks: Benchmarks, point: Point) -> list[str]:

@@ -131,6 +131,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a cell's kernel executed beyond the cells of the budget (:meth:`evalkit.methods.Method.work_ratios`).
+
+    Attributes:
+        model, method, task, length: labels.
+        ratios: token-weighted means over samples, by name.
+    """
+
+    model: str
+    method: str
+    task: str
+    length: str
+    ratios: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Rows:
     """All rows of a report, and what is to be said about them.
 
@@ -138,11 +154,13 @@ class Rows:
         rows: sorted for reading.
         notes: one line each.
         provenance: machine, versions and commands behind the rows, one line each.
+        work: what methods count beside the budget, a line a cell that has any.
     """
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
     provenance: list[str] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
 
     def level(self, *levels: str) -> list[Row]:
         """Rows of some levels."""
@@ -175,7 +193,19 @@ def build_rows(loaded: Loaded) -> Rows:
     for row in rows:
         if row.level != "subtask" and row.beats_dense:
             notes.append(f"sparse > dense: check {row.model}, {row.method}, {row.task}, {row.length}, {row.metric}")
-    return Rows(rows, notes, provenance(loaded.cells))
+    work = [found for cell in loaded.cells if (found := _work(cell, names)) is not None]
+    work.sort(key=lambda one: (one.model, one.task, int(one.length), one.method))
+    return Rows(rows, notes, provenance(loaded.cells), work)
+
+
+def _work(cell: CellResult, names: _Names) -> Work | None:
+    found = [(record["budget"]["work"]["ratios"], record) for record in cell.records if "work" in record["budget"]]
+    if not found:
+        return None
+    tokens = [float(record["prompt"]["tokens"]) for _, record in found]
+    ratios = {name: averages.weighted_mean([ratio[name] for ratio, _ in found], tokens) for name in found[0][0]}
+    label = names.of(cell)
+    return Work(label["model"], label["method"], label["task"], str(_length(cell)), ratios)
 
 
 class _Names:

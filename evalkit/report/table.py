@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from tabulate import tabulate
 
-from .rows import METRICS, REFERENCE_MARK, Row, Rows
+from .rows import METRICS, REFERENCE_MARK, Row, Rows, Work
 
 DASH = "-"
 
@@ -135,11 +135,34 @@ def _grid(rows: Sequence[Row], style: str, escape: str = "") -> str:
     return tabulate(body, headers=titles, tablefmt=style, colalign=align, disable_numparse=True)
 
 
+WORK_TITLE = "Executed work"
+WORK_EXPLANATION = (
+    "What kernels executed beyond the cells of the budget, means over samples weighted by prompt tokens; a method's "
+    "page says what it counts. A dash: not counted by that method."
+)
+
+
+def work_grid(work: Sequence[Work], style: str, escape: str = "") -> str:
+    """One line a cell whose method counts work of its own, one column a ratio."""
+    names = list(dict.fromkeys(name for one in work for name in one.ratios))
+    labels = [[one.model, one.method, one.task, one.length] for one in work]
+    if escape:
+        labels = [[text.replace(escape, f"\\{escape}") for text in label] for label in labels]
+    body = [
+        [*label, *(number(one.ratios.get(name), 3) for name in names)] for label, one in zip(labels, work, strict=True)
+    ]
+    titles = ["model", "method", "task", "tokens", *(name.replace("_", " ") for name in names)]
+    align = ["left"] * 3 + ["right"] * (len(names) + 1)
+    return tabulate(body, headers=titles, tablefmt=style, colalign=align, disable_numparse=True)
+
+
 def markdown(rows: Rows) -> str:
     """The report as markdown: a table for each model, task and length, then the notes."""
     parts = ["# Results", EXPLANATION]
     for section in sections(rows.level("cell", "average", "subtask")):
         parts += [f"## {section.heading}", _grid(section.rows, "pipe", escape="|")]
+    if rows.work:
+        parts += [f"## {WORK_TITLE}", WORK_EXPLANATION, work_grid(rows.work, "pipe", escape="|")]
     if rows.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in rows.notes)]
     parts += ["## How it was measured", "\n".join(f"- {line}" for line in rows.provenance)]
@@ -156,6 +179,8 @@ def latex(rows: Rows) -> str:
     parts = []
     for section in sections(rows.level("cell", "average", "subtask")):
         parts += [f"% {section.heading}", _grid(section.rows, "latex_booktabs")]
+    if rows.work:
+        parts += [f"% {WORK_TITLE}", work_grid(rows.work, "latex_booktabs")]
     return "\n".join(parts) + "\n"
 
 
@@ -166,6 +191,9 @@ def print_rows(rows: Rows, console: Console) -> None:
         for _, members in groupby(section.rows, key=lambda row: row.metric):
             console.print(_terminal_table(list(members)))
             console.print()
+    if rows.work:
+        console.print(Text(WORK_TITLE, style="bold underline"), soft_wrap=True)
+        console.print(f"{work_grid(rows.work, 'simple')}\n", markup=False, soft_wrap=True)
     for note in rows.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
 

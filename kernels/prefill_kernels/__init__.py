@@ -16,6 +16,9 @@ give tile counts as int32 without waiting for the device. :func:`executed` tells
 :func:`plan_from_mask`  ascending lists of the blocks that a mask keeps
 :func:`block_attention` CoSA's Ordered-Skipping Kernel (Algorithm A, lines 6-22) over a paged KV cache
 :func:`vertical_slash_attention` attention over whole columns and diagonals (MInference), exact to the token
+:func:`page_attention` attention over selected pages by unions of eight queries (PageWeaver), made of
+                        :func:`regroup_queries`, :func:`prepare_unions` and :func:`union_attention`
+:func:`kv_union_attention` the same pages, each gathering its queries, partial results reduced
 :func:`sparse_attention` the kernel for a plan of any kind
 :func:`dense_attention` causal attention with a query offset through torch's SDPA
 =====================  =====================================================================
@@ -27,15 +30,22 @@ from .dense import dense_attention
 from .execute import HeadwisePlan, SparsePlan, sparse_attention
 from .flash_prefill import flash_scores, flash_select
 from .flex import flex_select
+from .fp8 import Fp8KV, quantize_kv, quantize_rows
 from .kap import KapScores, kap_scores, sampled_pairs, sampled_positions
+from .kv_union import kv_union_attention
 from .masks import plan_from_mask
 from .mass import block_mass
 from .osk import block_attention
+from .page_attention import attend_pages, page_attention, union_attention
+from .page_stats import PageStats
 from .paged import PagedKV
+from .pages import PagePlan, page_support
 from .patterns import causal_plan, random_scores, sink_window_plan
 from .plans import BlockPlan, DensePlan, TileStats, causal_blocks, causal_cells
+from .regroup import regroup_queries, regroups
 from .select import budget_counts, order_blocks, select_blocks, top_p_counts
 from .sparge import sparge_select
+from .unions import Unions, prepare_unions
 from .vertical_slash import VerticalSlashPlan, vertical_slash_attention
 from .vertical_slash_select import block_sparse_lists, vertical_slash_scores
 from .xattn import xattn_pairs, xattn_scores
@@ -47,12 +57,17 @@ __all__ = [
     "Capabilities",
     "DensePlan",
     "Executed",
+    "Fp8KV",
     "HeadwisePlan",
     "KapScores",
+    "PagePlan",
+    "PageStats",
     "PagedKV",
     "SparsePlan",
     "TileStats",
+    "Unions",
     "VerticalSlashPlan",
+    "attend_pages",
     "block_attention",
     "block_mass",
     "block_sparse_lists",
@@ -67,9 +82,17 @@ __all__ = [
     "flex_select",
     "kap_scores",
     "kernels",
+    "kv_union_attention",
     "order_blocks",
+    "page_attention",
+    "page_support",
     "plan_from_mask",
+    "prepare_unions",
+    "quantize_kv",
+    "quantize_rows",
     "random_scores",
+    "regroup_queries",
+    "regroups",
     "resolve_backend",
     "sampled_pairs",
     "sampled_positions",
@@ -78,6 +101,7 @@ __all__ = [
     "sparge_select",
     "sparse_attention",
     "top_p_counts",
+    "union_attention",
     "vertical_slash_attention",
     "vertical_slash_scores",
     "xattn_pairs",

@@ -46,7 +46,7 @@ def provides(**flags: bool) -> Callable[[F], F]:
     return declare
 
 
-_DEFINED_IN = ("dense", "osk", "triton_osk", "vertical_slash")
+_DEFINED_IN = ("dense", "osk", "page_attention", "triton_osk", "vertical_slash")
 
 
 def kernels() -> dict[str, Capabilities]:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .fp8 import Fp8KV
 from .osk import block_attention
+from .page_attention import page_attention
 from .paged import PagedKV
+from .pages import PagePlan
 from .plans import BlockPlan, TileStats
 from .vertical_slash import VerticalSlashPlan, vertical_slash_attention
 
@@ -31,29 +34,34 @@ class HeadwisePlan:
             part.check()
 
 
-SparsePlan = BlockPlan | VerticalSlashPlan | HeadwisePlan
+SparsePlan = BlockPlan | VerticalSlashPlan | HeadwisePlan | PagePlan
 
 
 def sparse_attention(
-    q: Tensor, kv: PagedKV, plan: SparsePlan, *, scale: float, backend: str = "auto"
+    q: Tensor, kv: PagedKV | Fp8KV, plan: SparsePlan, *, scale: float, backend: str = "auto"
 ) -> tuple[Tensor, TileStats]:
     """Attend as a plan says, with the kernel for its kind.
 
     Args:
         q: [B, Hq, Lq, d].
-        kv: keys and values; Hkv divides Hq.
+        kv: keys and values; Hkv divides Hq. E4M3 ones go with a :class:`PagePlan` alone.
         plan: of any sparse kind.
         scale: softmax scaling of the model.
-        backend: see :func:`prefill_kernels.resolve_backend`.
+        backend: see :func:`prefill_kernels.resolve_backend`; of a :class:`PagePlan` also those of
+            :func:`prefill_kernels.page_attention`.
 
     Returns:
         Output [B, Hq, Lq, d] in the dtype of ``q`` and the :class:`TileStats`; of a :class:`HeadwisePlan` the sum over
-        its parts, empty lists giving zeros.
+        its parts, empty lists giving zeros; of a :class:`PagePlan` they are :class:`PageStats`.
 
     Raises:
         ValueError: shapes that do not belong together, or ``scale`` is not above 0.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
+    if isinstance(plan, PagePlan):
+        return page_attention(q, kv, plan, scale=scale, backend=backend)
+    if isinstance(kv, Fp8KV):
+        raise ValueError("E4M3 keys and values: only a PagePlan runs on them")
     if isinstance(plan, BlockPlan):
         return block_attention(q, kv, plan, scale=scale, backend=backend)
     if isinstance(plan, VerticalSlashPlan):

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 from prefill_kernels.bench import KernelBench
-from prefill_kernels.bench.config import WrongResult
+from prefill_kernels.bench.config import PageBench, WrongResult
 
 from evalkit import cli
 from evalkit.app import bench
-from evalkit.bench.settings import CaptureSettings, MethodsBench, TtftBench
+from evalkit.bench.settings import MethodsBench, PageModelBench, TtftBench
 
 
 @pytest.fixture
@@ -46,13 +46,21 @@ def test_settings_reach_the_benchmark(launched, tmp_path):
     assert list(tmp_path.iterdir()) == [], "Hydra writes nothing"
 
 
-def test_capture_takes_the_models_of_runs(launched):
-    assert cli.main(["bench", "capture"]) == 0
-    assert cli.main(["bench", "capture", "model=qwen3-8b", "model.dtype=float16", "length=32768", "layers=[3]"]) == 0
-    (first, _), (second, _) = launched
-    assert isinstance(first, CaptureSettings) and first.model.name == "smollm2" and first.model.dtype == "bfloat16"
-    assert first.length == 8192 and first.layers == ()
-    assert (second.model.name, second.model.dtype, second.layers) == ("qwen3-8b", "float16", (3,))
+def test_pageweaver_needs_the_captures_that_it_names(launched, tmp_path, capsys):
+    for name in ("pageweaver", "pageweaver-model"):
+        assert cli.main(["bench", name]) == 2
+        assert "captures='captures/smollm2-yarn-8192.safetensors': an existing file; evalkit capture" in (
+            capsys.readouterr().err
+        )
+    (tmp_path / "mine.safetensors").touch()
+    given = ["captures=[mine.safetensors]", "kv_dtypes=[fp8]"]
+    assert cli.main(["bench", "pageweaver", *given, "windows=[64]", "backends=[hopper,cluster]", "shared=[]"]) == 0
+    assert cli.main(["bench", "pageweaver-model", *given, "chunk=null", "layers=2"]) == 0
+    files = {"captures": ("mine.safetensors",), "kv_dtypes": ("fp8",)}
+    assert [settings for settings, _ in launched] == [
+        PageBench(**files, windows=(64,), backends=("hopper", "cluster"), shared=()),
+        PageModelBench(**files, chunk=None, layers=2),
+    ]
 
 
 def test_config_dir_of_the_user(launched, tmp_path):
@@ -69,7 +77,7 @@ def test_show_config_runs_nothing(launched, capsys):
 
 
 REFUSED = {
-    "unknown benchmark": (["kernle"], "bench=kernle: did you mean kernel? known: attention, capture, kernel, ttft"),
+    "unknown benchmark": (["kernle"], "bench=kernle: did you mean kernel? known: attention, kernel, pagew"),
     "unknown key": (["kernel", "lenghts=[1]"], "lenghts: no such setting; did you mean lengths"),
     "length": (["kernel", "lengths=[64]"], "lengths=[64]: token counts of at least 128, each once"),
     "no list": (["kernel", "lengths=4096"], "lengths=4096: Invalid value assigned: int is not a ListConfig"),
@@ -82,10 +90,11 @@ REFUSED = {
     "ttft method": (["ttft", "variants=[fa2,'blasst:order=up']"], "variants='blasst:order=up': method.order='up': "),
     "file": (["attention", "inputs=/none.safetensors"], "inputs='/none.safetensors': synthetic, or an existing"),
     "heads": (["ttft", "kv_heads=5"], "kv_heads=5: a divisor of heads=32"),
-    "model": (["capture", "model=smolm2"], "model=smolm2: did you mean smollm2?"),
-    "capture length": (["capture", "length=9000"], "length=9000: model smollm2 supports at most 8192 without RoPE"),
-    "short capture": (["capture", "length=100"], "length=100: at least 128 tokens: benchmarks take no fewer"),
-    "corpus": (["capture", "corpus=esays"], "corpus='esays': did you mean essays?"),
+    "window": (["pageweaver", "captures=[]", "windows=[32]"], "windows=[32]: 64 or 128, each once"),
+    "precision": (["pageweaver", "captures=[]", "kv_dtypes=[fp16]"], "kv_dtypes=['fp16']: of model, fp8, each once"),
+    "backend": (["pageweaver", "captures=[]", "backends=[hoper]"], "backends=['hoper']: of torch, triton, hopper"),
+    "context": (["pageweaver", "captures=[]", "lengths=[8192]"], "lengths=[8192]: at least 10368: queries=8192 and"),
+    "no capture": (["pageweaver-model", "captures=[]"], "captures=[]: at least one file"),
     "no name": (["lengths=[1]"], "bench='lengths=[1]': its name comes first"),
     "multirun": (["kernel", "-m", "seed=1,2"], "bench='-m': one benchmark at a time"),
 }

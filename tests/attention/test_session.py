@@ -96,6 +96,7 @@ FULL = [  # one row a method: its 100 % setting
     make("flexprefill", block_size=64, gamma=1.0, min_budget=64),
     make("flashprefill", block_size=64, alpha=0.0),
     make("spargeattn", block_size=64, tau=1.0, pv_threshold=None),
+    make("pageweaver", page_size=16, top_k=19),
 ]
 
 

@@ -318,6 +318,7 @@ def test_a_recorder_stands_for_its_method_in_all_that_is_asked(tmp_path):
         *(item.name for item in dataclasses.fields(Method)),
         "name",
         "chunkable",
+        "chunk_problem",
         "knob",
         "file_fields",
         "features",

@@ -14,10 +14,14 @@ import triton
 from prefill_kernels import (
     triton_flash_prefill,
     triton_kap,
+    triton_kv_union,
     triton_masks,
     triton_mass,
     triton_osk,
+    triton_page_attention,
+    triton_regroup,
     triton_select,
+    triton_unions,
     triton_vertical_slash,
     triton_vertical_slash_select,
     triton_xattn,
@@ -38,7 +42,18 @@ POINTERS = {
     **dict.fromkeys(("words", "head_list"), "*i64"),
     "limit": "*fp64",
 }
-ALIGNED = ("q_batch", "q_head", "q_row", "kv_page", "kv_slot", "kv_head", "out_batch", "out_head", "out_row")
+PAGE_POINTERS = {
+    **dict.fromkeys(("q", "k", "v", "out"), "*bf16"),
+    **dict.fromkeys(("pages", "members", "ids", "positions", "kv_lens", "requests", "selected", "counts"), "*i32"),
+    **dict.fromkeys(("table", "windows", "slots", "starts", "items", "chunk_ends"), "*i32"),
+    **dict.fromkeys(("totals", "cells", "sizes", "bitmaps"), "*i64"),
+    **dict.fromkeys(("k_scale", "v_scale", "partial", "maxima", "sums"), "*fp32"),
+}
+E4M3 = {"k": "*fp8e4nv", "v": "*fp8e4nv"}
+PAGE_STRIDES = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_dim", "v_head")
+ALIGNED = (
+    *PAGE_STRIDES, "q_batch", "q_head", "q_row", "kv_page", "kv_slot", "kv_head", "out_batch", "out_head", "out_row"
+)  # fmt: skip
 WITHOUT_PRODUCT = (
     triton_select.select_kernel,
     triton_kap.sample_kernel,
@@ -47,6 +62,10 @@ WITHOUT_PRODUCT = (
     triton_vertical_slash.bits_kernel,
     triton_vertical_slash.gather_kernel,
     triton_vertical_slash_select.merge_kernel,
+    triton_regroup.regroup_kernel,
+    triton_unions.unions_kernel,
+    triton_unions.stats_kernel,
+    triton_kv_union.reduce_kernel,
 )
 FLOATS = ("scale", "threshold")
 CANNOT = 77
@@ -54,19 +73,34 @@ CANNOT = 77
 
 def build(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
     """Compile one kernel with 16-byte aligned pointers and strides."""
+    assemble(kernel, label, num_warps, POINTERS, constants)
+
+
+def build_pages(kernel: Any, label: str, num_warps: int, **constants: Any) -> None:
+    """The same for a page-level kernel, whose keys and values may be E4M3."""
+    fp8 = constants.get("FP8", False) and "k" in kernel.arg_names
+    ptx = assemble(kernel, label, num_warps, PAGE_POINTERS | (E4M3 if fp8 else {}), constants)
+    # Tiles of fewer rows multiply E4M3 numbers in half precision.
+    assert not fp8 or constants["ROWS"] < 64 or "e4m3.e4m3" in ptx, label
+
+
+def assemble(kernel: Any, label: str, num_warps: int, pointers: dict[str, str], constants: dict[str, Any]) -> str:
+    """Compile one kernel and print what it takes; its PTX."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = POINTERS.get(name, "fp32" if name in FLOATS else "i32")
-        if name in POINTERS or name in ALIGNED:
+        signature[name] = pointers.get(name, "fp32" if name in FLOATS else "i32")
+        if name in pointers or name in ALIGNED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
     print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
     assert built.metadata.shared <= 227 * 1024, label
-    assert "wgmma" in built.asm["ptx"] or kernel in WITHOUT_PRODUCT or constants.get("D", 128) < 64, label
+    small = constants.get("D", 128) < 64 or constants.get("ROWS", 128) < 64
+    assert "wgmma" in built.asm["ptx"] or kernel in WITHOUT_PRODUCT or small, label
+    return str(built.asm["ptx"])
 
 
 def gluon() -> None:
@@ -154,6 +188,35 @@ def main() -> None:
     build(triton_vertical_slash.windows_kernel, "windows", 4, BLOCK=64, STEP=64, CHUNK=512)
     build(triton_vertical_slash.bits_kernel, "bits", 4, CHUNK=32)
     build(triton_vertical_slash.gather_kernel, "gather", 4, BLOCK=128, CHUNK=1024, STEP=64, WHOLE=True)
+    pages()
+
+
+def pages() -> None:
+    """Page-level kernels."""
+    for window in (64, 128):
+        for words in (2, 16, 32):
+            build_pages(
+                triton_regroup.regroup_kernel, f"regroup W={window} words={words}",
+                triton_regroup.launch_options(window)["num_warps"],
+                K=16, W=window, WORDS=words, GROUP=8, HARDWARE=True,
+            )  # fmt: skip
+    unions_warps = triton_unions.launch_options(128)["num_warps"]
+    build_pages(triton_unions.unions_kernel, "unions K=16", unions_warps, K=16, WIDE=16, GROUP=8)
+    build_pages(triton_unions.stats_kernel, "stats tile=128", 4, WIDE=128, GROUP=8, TILE=128)
+    for fp8 in (False, True):
+        # Values lie transposed in E4M3.
+        shape: dict[str, Any] = {"GROUP": 8, "FP8": fp8, "v_slot" if fp8 else "v_dim": 1}
+        for ratio, dim, size in ((16, 128, 128), (4, 128, 64), (3, 64, 64)):
+            options = triton_page_attention.launch_options(ratio, dim, size, fp8)
+            warps = options.pop("num_warps")
+            label = f"ratio={ratio} d={dim} fp8={fp8}"
+            both = shape | {"RATIO": ratio, "D": dim, "PAGE": size, "SIZE": size, "ROWS": options["ROWS"]}
+            build_pages(
+                triton_page_attention.page_attention_kernel, f"page_attention {label}", warps,
+                **both | options,
+            )  # fmt: skip
+            build_pages(triton_kv_union.kv_union_kernel, f"kv_union {label}", warps, CHUNK=64, **both)
+    build_pages(triton_kv_union.reduce_kernel, "reduce ratio=16", 4, QUERIES=2, RATIO=16, ROWS=32, D=128, FP8=True)
 
 
 if __name__ == "__main__":

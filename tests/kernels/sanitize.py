@@ -5,6 +5,7 @@
     compute-sanitizer --tool racecheck python tests/kernels/sanitize.py triton
     compute-sanitizer --tool racecheck python tests/kernels/sanitize.py control
     compute-sanitizer --tool racecheck python tests/kernels/sanitize.py hopper
+    compute-sanitizer --tool memcheck  python tests/kernels/sanitize.py pages-triton pages-hopper pages-cluster
 
 Plain Triton must come out clean. The control is a kernel of two partitions that hand one value after another through
 shared memory, ordered by mbarriers alone as the memory model allows; what the race checker reports there (the
@@ -14,9 +15,10 @@ hand-over of arguments to a partition, and reads ordered by an mbarrier) it also
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
-from prefill_kernels import PagedKV, block_attention, kap_scores, select_blocks
+from prefill_kernels import PagedKV, block_attention, kap_scores, page_attention, select_blocks
 from prefill_kernels.triton_osk import block_mask, logical_skip_attention
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -95,6 +97,28 @@ def kernels(backend: str) -> None:
     torch.cuda.synchronize()
 
 
+def pages(backend: str) -> None:
+    """The complete call over selected pages: several requests, empty supports, a half without members, a tail."""
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+    from page_cases import make
+
+    for kv_dtype in ("fp8",) if backend == "cluster" else ("model", "fp8"):
+        for window in (0, 64):
+            case = make(
+                [(70, 700), (5, 130), (8, 128)], heads=(32, 2), dim=128, page_size=128, width=3, seed=window,
+                dtype=torch.bfloat16, device="cuda", regroup=window, kv_dtype=kv_dtype,
+            )  # fmt: skip
+            out, stats = page_attention(case.q, case.kv, case.plan, scale=case.scale, backend=backend)
+            assert out.isfinite().all()
+            print(f"pages {backend} {kv_dtype} {window}", stats.union_pages.tolist())
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or ["control", "triton", "hopper"]:
-        control() if name == "control" else kernels(name)
+        if name.startswith("pages-"):
+            pages(name.removeprefix("pages-"))
+        elif name == "control":
+            control()
+        else:
+            kernels(name)

@@ -31,7 +31,8 @@ def compiled(language, cache):
 def test_every_triton_kernel_compiles_for_sm_90(tmp_path):
     done = compiled("triton", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    names = "osk logical kap mass sample select vertical_slash sums xattn mean_key compact"
+    names = "osk logical kap mass sample select vertical_slash sums xattn mean_key compact "
+    names += "regroup unions stats page_attention kv_union reduce"
     for name in names.split():
         assert f"{name} " in done.stdout
 

@@ -22,6 +22,11 @@ def test_knobs_are_found_by_their_own_names():
     assert settings({**SMALL, "method": "cosa", "order": "ascending"}).cell.method.order == "ascending"
 
 
+def test_a_knob_whose_name_is_an_arguments_is_named_in_full():
+    cell = settings({**SMALL, "method": "pageweaver", "page_size": 32, "method.page_size": 64, "regroup": 64}).cell
+    assert (cell.execution.page_size, cell.method.page_size, cell.method.regroup) == (32, 64, "64")
+
+
 def test_a_preset_keeps_what_is_not_given():
     method = settings({**SMALL, "method": "cosa-qwen3-8b", "p": 0.5}).cell.method
     assert (method.select.p, method.skip_scale) == (0.5, 2000.0)

@@ -161,3 +161,31 @@ def test_dash_for_what_is_undefined(cells):
 )
 def test_numbers(value, digits, sign, expected):
     assert table.number(value, digits, sign=sign) == expected
+
+
+def with_work(records, unions):
+    """Records that count work of a method's own, one union mean a sample."""
+    for (record, frame), union in zip(records, unions, strict=True):
+        ratios = {"mean_union": union, "useful_share": 0.5}
+        record["budget"]["work"] = {"counts": {"union_pages": 10}, "ratios": ratios}
+        yield record, frame
+
+
+def test_work_of_a_method_has_a_table_of_its_own(cells, console, tmp_path):
+    cells.perplexity("dense", limit=2)
+    cells.perplexity(p=0.9, limit=2, damage=0.1, share=0.4)
+    assert not build_rows(load([cells.out])).work
+    records = list(synthetic.perplexity_records(limit=2, share=0.4, damage=0.1))
+    records[1][0]["prompt"]["tokens"] //= 2  # longer prompts weigh more
+    settings = synthetic.config(p=0.8, limit=2)
+    synthetic.write_cell(cells.out, settings, with_work(iter(records), (30.0, 60.0)))
+    rows = build_rows(load([cells.out]))
+    (work,) = rows.work
+    assert (work.method, work.length) == ("cosa p=0.8", "2048")
+    assert work.ratios == {"mean_union": pytest.approx(40.0), "useful_share": 0.5}
+    text = table.markdown(rows)
+    (line,) = [line for line in text.partition("## Executed work")[2].splitlines() if line.startswith("| tiny")]
+    assert line.split("|")[1:-1] == [" tiny    ", " cosa p=0.8 ", *line.split("|")[3:-1]] and "40.000" in line
+    assert "Executed work" in table.latex(rows)
+    write_report([cells.out], tmp_path / "out", console=console)
+    assert "Executed work" in console.file.getvalue()

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..execute import HeadwisePlan, SparsePlan
 from ..kap import KapScores, kap_scores
 from ..osk import block_attention
+from ..page_attention import page_attention
 from ..paged import PagedKV
+from ..pages import PagePlan
 from ..plans import BlockPlan, TileStats
 from ..select import select_blocks
 from ..vertical_slash import VerticalSlashPlan, executed_blocks, members, slash_index
@@ -20,6 +22,8 @@ from .inputs import Inputs
 
 TOLERANCE = 1e-2
 """Relative L2 error of a tile; bfloat16 weights give about 3e-3, another set of blocks far more."""
+FP8_TOLERANCE = 0.1
+"""The same where keys and values are quantised: what quantising loses is in it."""
 TIES = 2
 """Blocks by which a tile may differ where votes tie to within rounding."""
 
@@ -47,8 +51,13 @@ def check_attention(what: str, one: Inputs, plan: SparsePlan, out: Tensor, stats
     """
     worst, ties, checked = 0.0, 0, 0
     size = block_size(plan)
+    tolerance = FP8_TOLERANCE if isinstance(plan, PagePlan) and plan.kv_dtype == "fp8" else TOLERANCE
     for tile, heads, q, kv in _parts(one, size, _heads(plan, one.q.shape[1])):
-        expected, counts = _reference(plan, tile, heads, q, kv, one.scale)
+        if isinstance(plan, PagePlan):
+            sources = [head * one.k.shape[1] // one.q.shape[1] for head in heads]
+            expected, counts = _pages(plan, tile, sources, q, kv, one.scale)
+        else:
+            expected, counts = _reference(plan, tile, heads, q, kv, one.scale)
         rows = slice(tile * size, tile * size + q.shape[2])
         got = out[:, heads, rows].float()
         error = _length(got - expected) / _length(expected).clamp(min=1e-20)
@@ -64,7 +73,7 @@ def check_attention(what: str, one: Inputs, plan: SparsePlan, out: Tensor, stats
         ties += int((~same).sum())
         checked += same.numel()
         # Written so that NaN is wrong.
-        if not bool((error[same] <= TOLERANCE).all()):
+        if not bool((error[same] <= tolerance).all()):
             raise WrongResult(f"{what}: tile {tile} is {float(error[same].max()):.2g} away from float32 (relative L2)")
         worst = max(worst, float(error[same].max()) if bool(same.any()) else 0.0)
     if 2 * ties > checked:
@@ -94,8 +103,24 @@ def _heads(plan: SparsePlan, heads: int) -> list[int]:
     return sorted(found)
 
 
+def _pages(
+    plan: PagePlan, tile: int, sources: list[int], q: Tensor, kv: PagedKV, scale: float
+) -> tuple[Tensor, TileStats]:
+    """One tile under the pages of each head's KV head, in the queries' own order and the cache's own precision."""
+    rows = slice(tile * plan.block_size, tile * plan.block_size + q.shape[2])
+    part = PagePlan.for_prompt(
+        plan.pages[:, rows, sources].contiguous(), plan.page_size, tile * plan.block_size, q.shape[2]
+    )
+    return page_attention(q, kv, part, scale=scale, backend="torch")
+
+
 def _reference(
-    plan: SparsePlan, tile: int, heads: list[int], q: Tensor, kv: PagedKV, scale: float
+    plan: BlockPlan | VerticalSlashPlan | HeadwisePlan,
+    tile: int,
+    heads: list[int],
+    q: Tensor,
+    kv: PagedKV,
+    scale: float,
 ) -> tuple[Tensor, TileStats]:
     """One tile of some heads as the plan means it: output [1, len(heads), rows, d] and counts of that tile."""
     if isinstance(plan, BlockPlan):

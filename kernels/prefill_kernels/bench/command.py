@@ -18,7 +18,7 @@ import torch
 
 from .. import timing
 from ..backends import triton_problem
-from .config import AttentionBench, BenchError, BenchSettings, KernelBench, WrongResult
+from .config import AttentionBench, BenchError, BenchSettings, KernelBench, PageBench, WrongResult
 from .measure import Bench
 from .rows import Rows, checkout_commit, default_out
 
@@ -51,7 +51,7 @@ def settings_from(cls: type[T], options: argparse.Namespace) -> T:
     return settings
 
 
-def launch(settings: KernelBench | AttentionBench, command: str) -> Path:
+def launch(settings: KernelBench | AttentionBench | PageBench, command: str) -> Path:
     """Run a benchmark on the CUDA device.
 
     Args:
@@ -70,6 +70,10 @@ def launch(settings: KernelBench | AttentionBench, command: str) -> Path:
         from .kernel import run as run_kernel
 
         run_kernel(settings, bench)
+    elif isinstance(settings, PageBench):
+        from .pages import run as run_pages
+
+        run_pages(settings, bench)
     else:
         from .attention import run as run_attention
 

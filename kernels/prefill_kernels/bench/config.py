@@ -134,7 +134,75 @@ class AttentionBench(BenchSettings):
         require_variants(self.variants, (*DENSE, "cosa"))
 
 
-BENCHES: dict[str, type[KernelBench] | type[AttentionBench]] = {"kernel": KernelBench, "attention": AttentionBench}
+CAPTURES = tuple(f"captures/smollm2-yarn-{tokens}.safetensors" for tokens in (8192, 32768, 65536))
+"""What ``evalkit capture set=pageweaver`` writes."""
+PAGE_BACKENDS = ("torch", "triton", "hopper", "cluster")
+
+
+@dataclass(frozen=True)
+class PageBench(BenchSettings):
+    """PageWeaver's call on page ids of a selector: regroup, union preparation and attention; synthetic Q, K and V.
+
+    Args:
+        lengths: contexts of the synthetic page ids.
+        captures: files of ``evalkit capture`` with pages; none = synthetic ids alone.
+        named: captures, ``<tokens>/<layer>``, that the geometric means are taken over.
+        kv_head: KV head of the captures whose pages are replayed.
+        queries: last queries of a context, the chunk that is measured.
+        heads, dim: query heads on one KV head, and their size.
+        windows: regroup windows.
+        kv_dtypes: ``model`` (bfloat16) and ``fp8``.
+        backends: of the union kernel; none = what ``auto`` stands for.
+        native: measure FlashInfer's paged decode on the same ids, where it is installed.
+        kv_union: measure the direct KV-page union on the same ids.
+        shared: synthetic ids: probability that a page is of the query's cluster.
+        clusters: synthetic ids: interleaved clusters; a window of eight times as many queries holds a group of each.
+        page_size, top_k: synthetic ids: tokens of a page, and pages a query.
+    """
+
+    lengths: tuple[int, ...] = (65536,)
+    captures: tuple[str, ...] = CAPTURES
+    named: tuple[str, ...] = ("8192/8", "8192/22", "32768/8", "32768/22", "65536/8", "65536/20")
+    kv_head: int = 0
+    queries: int = 8192
+    heads: int = 16
+    dim: int = 128
+    windows: tuple[int, ...] = (64, 128)
+    kv_dtypes: tuple[str, ...] = ("model", "fp8")
+    backends: tuple[str, ...] = ()
+    native: bool = True
+    kv_union: bool = True
+    shared: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+    clusters: int = 8
+    page_size: int = 128
+    top_k: int = 16
+
+    def validate(self) -> None:
+        """Raise BenchError on the first value that cannot be used; the captures must exist."""
+        super().validate()
+        require_captures(self.captures)
+        require(self.kv_head >= 0, "kv_head", self.kv_head, "an integer from 0")
+        for name in ("queries", "heads", "dim"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
+        require_each("windows", self.windows, lambda w: w in (64, 128), "64 or 128")
+        require_choices("kv_dtypes", self.kv_dtypes, ("model", "fp8"))
+        require_choices("backends", self.backends, PAGE_BACKENDS, empty=True)
+        require_each("shared", self.shared, lambda p: 0 <= p <= 1, "numbers from 0 to 1", empty=True)
+        require(self.clusters >= 1, "clusters", self.clusters, "an integer of at least 1")
+        require(self.top_k >= 3, "top_k", self.top_k, "an integer of at least 3: sink and own page are always selected")
+        ok = self.page_size >= 16 and self.page_size % 16 == 0
+        require(ok, "page_size", self.page_size, "a positive multiple of 16 tokens")
+        if self.shared:
+            least = self.queries + (self.top_k + 1) * self.page_size
+            allowed = f"at least {least}: queries={self.queries} and the pages that they choose from"
+            require(min(self.lengths) >= least, "lengths", list(self.lengths), allowed)
+
+
+BENCHES: dict[str, type[KernelBench] | type[AttentionBench] | type[PageBench]] = {
+    "kernel": KernelBench,
+    "attention": AttentionBench,
+    "pageweaver": PageBench,
+}
 
 
 def require(ok: bool, field: str, value: object, allowed: str) -> None:
@@ -150,6 +218,20 @@ def require_each(
     values = list(values)
     fine = (empty or values) and len(set(values)) == len(values) and all(good(value) for value in values)
     require(bool(fine), field, values, f"{allowed}, each once")
+
+
+def require_captures(paths: Iterable[str]) -> None:
+    """Every file exists."""
+    for path in paths:
+        found = Path(path).expanduser().is_file()
+        require(found, "captures", path, "an existing file; evalkit capture set=pageweaver makes the default ones")
+
+
+def require_choices(field: str, values: Iterable[str], known: tuple[str, ...], *, empty: bool = False) -> None:
+    """Every value is known and given once, and there is one unless ``empty``."""
+    values = list(values)
+    ok = (empty or values) and len(set(values)) == len(values) and all(value in known for value in values)
+    require(bool(ok), field, values, f"of {', '.join(known)}, each once")
 
 
 def _positive(x: float) -> bool:

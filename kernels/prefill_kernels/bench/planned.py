@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..dense import dense_attention
 from ..execute import SparsePlan, sparse_attention
+from ..pages import PagePlan
 from ..plans import DensePlan, TileStats, causal_blocks, causal_cells
 from .check import block_size, check_attention, check_dense
 from .config import BLOCK
@@ -105,7 +106,9 @@ def attend(bench: Bench, one: Inputs, plan: Plan) -> tuple[Tensor, TileStats]:
 
 
 def kernel_for(plan: SparsePlan, backend: str) -> str:
-    """The backend by name that runs a plan: the Hopper kernel has tiles of 128 alone."""
+    """The backend by name that runs a plan: the Hopper kernel has tiles of 128, for pages some head ratios alone."""
+    if isinstance(plan, PagePlan) and backend == "hopper":
+        return "auto"
     return "triton" if backend == "hopper" and block_size(plan) != BLOCK else backend
 
 

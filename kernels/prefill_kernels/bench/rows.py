@@ -22,6 +22,17 @@ UNITS = {
     "ttft": "s",
     "peak_memory": "GiB",
     "plan_memory": "GiB",
+    "regroup_ms": "ms",
+    "union_ms": "ms",
+    "reduction_ms": "ms",
+    "host_plan_ms": "ms",
+    "useful_tflops": "TF/s",
+    "partials": "GiB",
+    "prefill": "s",
+    "throughput": "tokens/s",
+    "mean_union": "pages",
+    "mean_halves": "pages",
+    "mean_imbalance": "pages",
 }
 """Units by metric; every other metric is a ratio."""
 

@@ -1,0 +1,291 @@
+"""Prefill throughput of a model with 16 query heads a KV head that replays captured page ids.
+
+The real transformers class prefills a prompt in chunks over one paged cache. Attention is PageWeaver's complete call,
+regrouped in every call or not, or FlashInfer's paged decode with a request a query on the same pages of that cache.
+Weights are random: what is measured is time, and that all variants compute the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefill_kernels import Fp8KV, PagedKV, PagePlan, page_attention, resolve_backend
+from prefill_kernels.bench.command import open_rows
+from prefill_kernels.bench.config import WrongResult
+from prefill_kernels.bench.native import NativePath, flashinfer_problem, left_out
+from prefill_kernels.bench.page_inputs import Selection, captured_pages
+from prefill_kernels.bench.rows import Rows
+from prefill_kernels.fp8 import E4M3_MAX, to_e4m3
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, Qwen3ForCausalLM
+from transformers.cache_utils import Cache
+
+from ..attention.cache import PagedLayer
+from .settings import PageModelBench
+from .ttft import build, timed
+
+NAME = "pageweaver-model"
+FIXED_SCALE = 16 / E4M3_MAX
+"""Of a cache that quantises as it is written: it cannot know the largest key to come. Normed keys lie well within."""
+TOLERANCE = 0.1
+"""Relative L2 distance of the last logits between variants, which round in each layer."""
+
+
+def launch(settings: PageModelBench, command: str) -> Path:
+    """Run on the CUDA device; returns the file that was appended to.
+
+    Raises:
+        BenchError: no CUDA device, or a file that cannot be used.
+        WrongResult: two variants do not compute the same.
+    """
+    rows = open_rows(settings, command)
+    run(settings, rows, torch.device("cuda"))
+    return rows.path
+
+
+def run(settings: PageModelBench, rows: Rows, device: torch.device) -> None:
+    """Measure every length, precision and variant; ``original`` first, which gains are over."""
+    model = build(settings, device)
+    found = [one for path in settings.captures for one in captured_pages(path)]
+    names = [name for name in ("original", *settings.variants) if name in settings.variants]
+    names = list(dict.fromkeys(names))
+    if (problem := flashinfer_problem()) is not None:
+        for name in (name for name in names if name.startswith("flashinfer")):
+            left_out(name, RuntimeError(problem))
+        names = [name for name in names if not name.startswith("flashinfer")]
+    for tokens in settings.lengths:
+        selections = [one for one in found if one.kv_len == tokens and len(one.positions) == tokens]
+        if not selections:
+            left_out(f"{tokens} tokens", ValueError("no capture holds the pages of all queries of that length"))
+            continue
+        generator = torch.Generator().manual_seed(settings.seed)
+        ids = torch.randint(0, settings.vocab, (1, tokens), generator=generator).to(device)
+        for kv_dtype in settings.kv_dtypes:
+            _measure(settings, rows, model, ids, selections, kv_dtype, names)
+
+
+def _measure(
+    settings: PageModelBench,
+    rows: Rows,
+    model: Qwen3ForCausalLM,
+    ids: Tensor,
+    selections: list[Selection],
+    kv_dtype: str,
+    names: list[str],
+) -> None:
+    tokens = ids.shape[1]
+    seconds: dict[str, float] = {}
+    values: dict[str, dict[str, float]] = {}
+    base: Tensor | None = None
+    for name in names:
+        try:
+            forward = PageForward(settings, model, name, kv_dtype, selections, tokens)
+            logits = forward(ids)
+            if base is None:
+                base = logits
+            distance = float((logits.float() - base.float()).norm() / base.float().norm())
+            if not distance <= TOLERANCE:
+                raise WrongResult(f"{name} at {tokens} tokens: logits are {distance:.2g} from those of {names[0]}")
+            seconds[name], peak = timed(forward, ids, settings.repeats)
+        except torch.OutOfMemoryError as error:
+            left_out(f"{name} at {tokens} tokens", error)
+            continue
+        except WrongResult:
+            raise
+        except Exception as error:  # FlashInfer: too old, or it cannot be compiled here
+            if not name.startswith("flashinfer"):
+                raise
+            left_out(f"{name} at {tokens} tokens, {kv_dtype}", error)
+            continue
+        measured = {"prefill": seconds[name], "throughput": tokens / seconds[name], "logit_distance": distance}
+        values[name] = measured | ({} if peak is None else {"peak_memory": peak})
+    for name, measured in values.items():
+        if name != "original" and "original" in seconds:
+            measured["throughput_gain"] = seconds["original"] / seconds[name] - 1
+        for other in ("flashinfer", "flashinfer_replan"):
+            if other in seconds and not name.startswith("flashinfer"):
+                measured[f"throughput_over_{other}"] = seconds[other] / seconds[name] - 1
+        rows.add(NAME, name, tokens, setting(settings, kv_dtype, selections), **measured)
+
+
+def setting(settings: PageModelBench, kv_dtype: str, selections: list[Selection]) -> str:
+    """As rows name it."""
+    shape = f"Qwen3 class, {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads"
+    ratio = f"on {settings.kv_heads} KV head{'s' if settings.kv_heads > 1 else ''}"
+    chunk = "whole prompt" if settings.chunk is None else f"chunks of {settings.chunk}"
+    replayed = f"{len(selections)} captured heads of {selections[0].source}"
+    precision = "bf16 KV" if kv_dtype == "model" else "fp8 KV at a fixed scale"
+    return f"{shape} {ratio}, random weights, {replayed}, {chunk}, {precision}"
+
+
+class PageForward:
+    """One prefill of the model under one variant: token ids [1, L] to logits of the last position.
+
+    Args:
+        settings: of the benchmark.
+        model: the model.
+        variant: one of ``PAGE_VARIANTS``.
+        kv_dtype: ``model`` or ``fp8``.
+        selections: captured heads with the pages of all L queries.
+        tokens: L.
+    """
+
+    def __init__(
+        self,
+        settings: PageModelBench,
+        model: Qwen3ForCausalLM,
+        variant: str,
+        kv_dtype: str,
+        selections: list[Selection],
+        tokens: int,
+    ) -> None:
+        self.model, self.variant, self.kv_dtype = model, variant, kv_dtype
+        self.page_size, self.chunk = selections[0].page_size, settings.chunk or tokens
+        self.window = int(variant.removeprefix("online_")) if variant.startswith("online_") else 0
+        self.backend = settings.backend
+        if self.backend == "auto":
+            self.backend = resolve_backend("auto", model.device, torch.bfloat16)
+        self.native = variant.startswith("flashinfer")
+        self.cache = PageCache(
+            settings.layers, settings.kv_heads, tokens, self.page_size, model.device, kv_dtype, turned=not self.native
+        )
+        heads = settings.kv_heads
+        each = [(layer * heads) % len(selections) for layer in range(settings.layers)]
+        made: dict[int, Tensor] = {}
+        for first in each:
+            if first not in made:
+                rows = [selections[(first + head) % len(selections)].pages for head in range(heads)]
+                made[first] = torch.stack(rows, 1)[None].to(model.device)
+        self.which = each
+        self.pages = made
+        self._paths: dict[tuple[int, int, int], NativePath] = {}
+        names = inspect.signature(inspect.unwrap(type(model.model).forward)).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits [V] of the last position."""
+        # transformers takes any name with "flash" in it for a kernel of its own.
+        name = f"bench_pages_{self.variant.replace('flashinfer', 'native')}"
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, _no_mask)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(name)
+        self.cache.clear()
+        try:
+            for begin in range(0, ids.shape[1], self.chunk):
+                part = ids[:, begin : begin + self.chunk]
+                out = self.model(part, use_cache=True, logits_to_keep=1, **{self._cache_argument: self.cache})
+            return out.logits[0, -1]
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def _attend(
+        self, module: Any, q: Tensor, k: Any, v: Any, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        length, offset = q.shape[2], k.kv_len - q.shape[2]
+        which = self.which[module.layer_idx]
+        plan = PagePlan.for_prompt(
+            self.pages[which][:, offset : offset + length],
+            self.page_size,
+            offset,
+            length,
+            regroup=self.window,
+            kv_dtype=self.kv_dtype,
+        )
+        if self.native:
+            return self._native(plan, which, offset, q, k, scaling).transpose(1, 2), None
+        out, _counts = page_attention(q, k, plan, scale=scaling, backend=self.backend, stats=False)
+        return out.transpose(1, 2), None
+
+    def _native(self, plan: PagePlan, which: int, offset: int, q: Tensor, kv: PagedKV | Fp8KV, scale: float) -> Tensor:
+        """One decode call a KV head: its requests list pages of its own."""
+        group, outputs = q.shape[1] // kv.num_kv_heads, []
+        for head in range(kv.num_kv_heads):
+            key = (which, offset, head)
+            if key not in self._paths:
+                self._paths[key] = NativePath(plan, kv, heads=group, scale=scale, dtype=q.dtype, head=head)
+            elif self.variant == "flashinfer_replan":
+                self._paths[key].replan()
+            mine = slice(head, head + 1)
+            rows = q[:, head * group : (head + 1) * group]
+            outputs.append(self._paths[key](rows, kv.k_pages[:, :, mine], kv.v_pages[:, :, mine]))
+        return torch.cat(outputs, 1)
+
+
+class Fp8Layer(PagedLayer):
+    """Pages of one layer in E4M3 at a fixed scale, written as a chunk comes.
+
+    Args:
+        turned: store values as the union kernels read them, [.., d, page]; else as keys are stored.
+        rest: of :class:`PagedLayer`.
+    """
+
+    def __init__(self, turned: bool, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.turned = turned
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the pools on the device of the first keys."""
+        _, heads, _, dim = key_states.shape
+        shape = (self.pool_pages, self.page_size, heads, dim)
+        self.k_pages = torch.zeros(shape, dtype=torch.uint8, device=key_states.device)
+        turned = (self.pool_pages, heads, dim, self.page_size)
+        self.v_pages = torch.zeros(turned if self.turned else shape, dtype=torch.uint8, device=key_states.device)
+        self.scale = torch.full((heads,), FIXED_SCALE, device=key_states.device)
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Fp8KV, Fp8KV]:
+        """Append keys and values [1, Hkv, n, d]; return the paged view twice."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        stop = self.length + key_states.shape[2]
+        positions = torch.arange(self.length, stop, device=key_states.device)
+        pages, slots = self.page_table[0, positions // self.page_size].long(), positions % self.page_size
+        k, v = (to_e4m3(x[0].float() / FIXED_SCALE).view(torch.uint8) for x in (key_states, value_states))
+        self.k_pages[pages, slots] = k.transpose(0, 1)
+        if self.turned:
+            self.v_pages[pages, :, :, slots] = v.transpose(0, 1)
+        else:
+            self.v_pages[pages, slots] = v.transpose(0, 1)
+        self.length = stop
+        k8, v8 = (x.view(torch.float8_e4m3fn) for x in (self.k_pages, self.v_pages))
+        turned = v8 if self.turned else v8.permute(0, 2, 3, 1)
+        view = Fp8KV(k8, turned, self.scale, self.scale, self.page_table, stop)
+        return view, view
+
+
+class PageCache(Cache):
+    """A paged cache of all layers that keeps its pools from one prefill to the next."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        tokens: int,
+        page_size: int,
+        device: torch.device,
+        kv_dtype: str,
+        *,
+        turned: bool,
+    ) -> None:
+        count = -(-tokens // page_size)
+        table = torch.arange(count, dtype=torch.int32, device=device)[None]
+        kind = functools.partial(Fp8Layer, turned) if kv_dtype == "fp8" else PagedLayer
+        self._paged: list[PagedLayer] = [kind(table, page_size, count, True) for _ in range(layers)]
+        super().__init__(layers=list(self._paged))
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        for layer in self._paged:
+            layer.length = 0
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causality is the kernels' own."""

@@ -1,0 +1,78 @@
+"""Page unions of execution groups and who selected which page (PageWeaver, union preparation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends import choose_backend, triton_refusal
+from .pages import GROUP, PagePlan, group_requests, page_support
+
+
+@dataclass(frozen=True)
+class Unions:
+    """What an execution group walks. Pages are logical, of the group's request.
+
+    Attributes:
+        ids: int32 [Hkv, G * 8], original query index (along N) of each execution slot, -1 in tail slots.
+        pages: int32 [Hkv, G, 8 * K], pages of the group, each once, ascending, -1 after ``count``.
+        members: int32 [Hkv, G, 8 * K], bit r set: the query of slot r selected the page, and sees some token of it;
+            0 after ``count``.
+        count: int32 [Hkv, G], |U_G|.
+        requests: int32 [G], request of each group.
+    """
+
+    ids: Tensor
+    pages: Tensor
+    members: Tensor
+    count: Tensor
+    requests: Tensor
+
+
+def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Unions:
+    """Gather the selections of each group through its ids, once each, with membership bits by execution slot.
+
+    Args:
+        plan: selections.
+        ids: int32 [Hkv, G * 8], as :func:`prefill_kernels.regroup_queries` gives them.
+        backend: see :func:`prefill_kernels.resolve_backend`.
+
+    Raises:
+        ValueError: ``ids`` has another shape.
+        BackendUnavailable: a backend asked for by name cannot run the call.
+    """
+    if ids.shape != (plan.num_kv_heads, plan.groups * GROUP):
+        raise ValueError(f"ids {tuple(ids.shape)}: must be [{plan.num_kv_heads}, {plan.groups * GROUP}]")
+
+    if (
+        choose_backend("union", backend, plan.pages.device, {"triton": triton_refusal("triton_unions", plan)})
+        == "triton"
+    ):
+        from .triton_unions import unions_triton
+
+        return unions_triton(plan, ids)
+    return _unions_torch(plan, ids)
+
+
+def _unions_torch(plan: PagePlan, ids: Tensor) -> Unions:
+    """Flags of every page for every slot, packed and front-aligned."""
+    support, heads, width, count = page_support(plan), plan.num_kv_heads, GROUP * plan.width, plan.num_pages
+    head = torch.arange(heads, device=ids.device)[:, None]
+    flags = support[ids.clamp(min=0).long(), head] & (ids >= 0)[..., None]
+    slot = torch.arange(GROUP, dtype=torch.int32, device=ids.device)[:, None]
+    masks = (flags.unflatten(1, (-1, GROUP)).int() << slot).sum(2, dtype=torch.int32)  # [Hkv, G, M]
+    number = torch.arange(count, dtype=torch.int32, device=ids.device)
+    ranked = torch.where(masks > 0, number, count).sort(-1).values[..., :width]
+    padded = torch.nn.functional.pad(masks, (0, 1))
+    members = padded.gather(-1, ranked.long())
+    pages = torch.where(ranked < count, ranked, -1)
+    short = width - pages.shape[-1]
+    return Unions(
+        ids=ids,
+        pages=torch.nn.functional.pad(pages, (0, short), value=-1),
+        members=torch.nn.functional.pad(members, (0, short)),
+        count=(masks > 0).sum(-1, dtype=torch.int32),
+        requests=group_requests(plan.cu_seqlens, ids.device),
+    )

@@ -1,0 +1,96 @@
+"""E4M3 caches and rows."""
+
+from __future__ import annotations
+
+import page_cases
+import pytest
+import torch
+from prefill_kernels import PagedKV, attend_pages, page_attention, quantize_kv, quantize_rows
+from prefill_kernels.fp8 import to_e4m3
+
+
+def dense(kv, length):
+    """Keys and values [Hkv, length, d] of the first sequence."""
+    token = torch.arange(length)
+    page = kv.page_table[0, token // kv.page_size].long()
+    return [x[page, token % kv.page_size].transpose(0, 1) for x in (kv.k_pages, kv.v_pages)]
+
+
+def test_scales_are_of_the_valid_tokens_of_each_head():
+    one = page_cases.make([(5, 37), (3, 20)], heads=(2, 2), seed=1)
+    got = quantize_kv(one.kv, kv_lens=one.plan.kv_lens)
+    for name, x in (("k_scale", one.k), ("v_scale", one.v)):
+        held = torch.cat([x[0, :, :37], x[1, :, :20]], 1)
+        assert torch.equal(getattr(got, name), held.abs().amax((1, 2)) / 448)
+    assert got.vt_pages.shape == (got.k_pages.shape[0], 2, 16, 16) and got.vt_pages.is_contiguous()
+    back = got.dequantize()
+    for mine, real in zip(dense(back, 37), (one.k[0, :, :37], one.v[0, :, :37]), strict=True):
+        scale = real.abs().amax((1, 2), keepdim=True) / 448
+        # Half a step of three mantissa bits, or of the smallest step.
+        assert ((mine - real).abs() <= real.abs() / 16 + scale * 2**-10).all() and not torch.equal(mine, real)
+    assert (got.k_pages.float().isfinite()).all() and (got.vt_pages.float().isfinite()).all()
+
+
+def test_slots_without_a_token_are_zero_and_broken_tokens_are_not():
+    one = page_cases.make([(5, 37)], seed=1)
+    got = quantize_kv(one.kv)
+    last = int(one.kv.page_table[0, 2])
+    assert not got.k_pages[last, 5:].float().any() and not got.vt_pages[last, ..., 5:].float().any()
+    page = int(one.kv.page_table[0, 0])
+    one.kv.k_pages[page, 3] = float("nan")
+    assert quantize_kv(one.kv).k_pages[page, 3].float().isnan().all()
+
+
+def test_given_scales_and_saturation():
+    one = page_cases.make([(5, 37)], seed=1)
+    scale = torch.tensor([0.001])
+    got = quantize_kv(one.kv, scale, scale)
+    assert got.k_scale is scale and float(got.k_pages.float().abs().max()) == 448
+    assert to_e4m3(torch.tensor([1e9, -1e9, 448.0, 0.0])).float().tolist() == [448, -448, 448, 0]
+
+
+def test_zero_heads_and_zero_rows_have_scale_one():
+    kv = PagedKV.from_dense(torch.zeros(1, 1, 20, 16), torch.zeros(1, 1, 20, 16), 16)
+    got = quantize_kv(kv)
+    assert got.k_scale.tolist() == got.v_scale.tolist() == [1] and not got.k_pages.float().any()
+    rows, scale = quantize_rows(torch.tensor([[0.0, 0.0], [1.0, -2.0]]))
+    assert scale[0].item() == 1 and rows[0].float().tolist() == [0, 0]
+    assert rows[1].float().tolist() == [224, -448] and scale[1].item() == pytest.approx(2 / 448)
+
+
+def test_v_pages_is_a_view_in_the_usual_layout():
+    one = page_cases.make([(5, 37)], heads=(2, 2), seed=1)
+    got = quantize_kv(one.kv)
+    assert got.v_pages.shape == got.k_pages.shape == one.kv.v_pages.shape
+    assert got.v_pages.data_ptr() == got.vt_pages.data_ptr()
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 4, 16])
+def test_error_of_the_products_and_of_the_cache_apart(ratio):
+    one = page_cases.make([(40, 300)], heads=(ratio, 1), dim=64, page_size=32, width=4, seed=ratio)
+    kv = quantize_kv(one.kv)
+    out, _ = page_attention(one.q, kv, one.plan, scale=one.scale)
+
+    def relative(got, want):
+        return float((got.double() - want).norm() / want.norm())
+
+    exact = attend_pages(one.q.double(), kv, one.plan, one.scale)
+    original = PagedKV(one.kv.k_pages.double(), one.kv.v_pages.double(), one.kv.page_table, one.kv.kv_len)
+    assert 1e-3 < relative(out, exact) < 5e-2
+    assert 1e-3 < relative(exact, attend_pages(one.q.double(), original, one.plan, one.scale)) < 1e-1
+    # The plan's own switch quantises in the call, by the same scales.
+    again, _ = page_attention(one.q, one.kv, one.planned(kv_dtype="fp8").plan, scale=one.scale)
+    assert torch.equal(out, again)
+
+
+def test_the_sum_is_of_the_probabilities_before_rounding():
+    """One page, one query: 448 p rounds by up to a sixteenth, and the sum must not follow it."""
+    one = page_cases.make([(1, 16)], heads=(1, 1), sprinkle=False, width=1, seed=2)
+    one.v.fill_(1.0)
+    kv = quantize_kv(page_cases.cache(one.k, one.v, 16, [16]))
+    out, _ = page_attention(one.q, kv, one.planned(pages=torch.zeros(1, 1, 1, 1, dtype=torch.int32)).plan, scale=0.25)
+    q8, q_scale = quantize_rows(one.q)
+    logits = (q8.float() @ dense(kv.dequantize(), 16)[0].mT * q_scale * 0.25).flatten()
+    p = (logits - logits.max()).exp()
+    want = (to_e4m3(p * 448).float().sum() / 448 / p.sum()).item()
+    assert out.flatten().tolist() == pytest.approx([want] * 16, rel=1e-5) and abs(want - 1) > 1e-4

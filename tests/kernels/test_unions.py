@@ -1,0 +1,128 @@
+"""Union preparation and counts against their definitions, in the reference and in Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import literal_pages as literal
+import page_cases
+import pytest
+import torch
+from page_cases import backend  # noqa: F401 - a fixture
+from prefill_kernels import PagePlan, prepare_unions, regroup_queries, regroups
+from prefill_kernels.page_stats import page_stats
+
+
+def make(seed, **knobs):
+    settings = {"heads": (4, 2), "page_size": 16, "width": 5, "seed": seed, **knobs}
+    return page_cases.make([(19, 150), (1, 1), (16, 16), (3, 90)], **settings).plan
+
+
+def assert_is_the_walk(unions, plan, ids):
+    want = literal.walk(plan, ids)
+    width = unions.pages.shape[2]
+    assert unions.pages.shape == unions.members.shape == (plan.num_kv_heads, plan.groups, 8 * plan.width)
+    for h, groups in enumerate(want):
+        for g, bits in enumerate(groups):
+            rest = width - len(bits)
+            assert int(unions.count[h, g]) == len(bits)
+            assert unions.pages[h, g].tolist() == [*bits, *[-1] * rest]
+            assert unions.members[h, g].tolist() == [*bits.values(), *[0] * rest]
+    assert all(
+        x.dtype == torch.int32 for x in (unions.ids, unions.pages, unions.members, unions.count, unions.requests)
+    )
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("regroup", [0, 64])
+def test_equals_the_definition(backend, regroup, width):  # noqa: F811
+    plan = make(width, width=width, regroup=regroup)
+    ids = regroup_queries(plan, backend="torch")
+    unions = prepare_unions(plan, ids, backend=backend)
+    assert_is_the_walk(unions, plan, ids)
+    assert unions.requests.tolist() == [0, 0, 0, 1, 2, 2, 3] and unions.ids is ids
+
+
+def test_any_permutation_of_slots(backend):  # noqa: F811
+    plan = make(7)
+    g = torch.Generator().manual_seed(1)
+    ids = regroup_queries(plan, backend="torch").clone()
+    ids[0, :24] = ids[0, torch.randperm(24, generator=g)]  # tail slots anywhere, and another order in each head
+    assert_is_the_walk(prepare_unions(plan, ids, backend=backend), plan, ids)
+
+
+def test_pages_far_beyond_the_capacity(backend):  # noqa: F811
+    length = 16 * 65536  # a million tokens
+    pages = torch.tensor([[65535, 65534, 0, 65535], [0, 65534, -5, 70000]], dtype=torch.int32).view(1, 2, 1, 4)
+    plan = PagePlan.for_prompt(pages, 16, length - 2, 2, regroup=128)
+    assert not regroups(plan)
+    if backend == "torch":  # flags of every page; fine for two queries
+        assert plan.num_pages == 65536
+    unions = prepare_unions(plan, regroup_queries(plan, backend=backend), backend=backend)
+    assert unions.pages[0, 0, :4].tolist() == [0, 65534, 65535, -1]
+    assert unions.members[0, 0, :4].tolist() == [3, 3, 1, 0] and unions.count.tolist() == [[3]]
+
+
+def test_unions_that_fill_every_place(backend):  # noqa: F811
+    pages = torch.arange(32, dtype=torch.int32).flip(0).view(1, 8, 1, 4)
+    plan = PagePlan.for_prompt(pages, 16, 1000, 8)
+    unions = prepare_unions(plan, regroup_queries(plan), backend=backend)
+    assert unions.pages[0, 0].tolist() == list(range(32)) and unions.count.tolist() == [[32]]
+    assert unions.members[0, 0].tolist() == [1 << (7 - p // 4) for p in range(32)]
+
+
+def test_a_group_without_any_page(backend):  # noqa: F811
+    plan = PagePlan.for_prompt(torch.full((1, 9, 1, 3), -1, dtype=torch.int32), 16, 0, 9)
+    unions = prepare_unions(plan, regroup_queries(plan), backend=backend)
+    assert not unions.count.any() and (unions.pages == -1).all() and not unions.members.any()
+
+
+@pytest.mark.parametrize("regroup", [0, 64])
+def test_counts(backend, regroup):  # noqa: F811
+    small = make(11, regroup=regroup)
+    many = page_cases.make([(300, 310)], heads=(2, 2), page_size=64, seed=2, regroup=regroup).plan
+    for plan in (small, many) if backend == "torch" else (small,):
+        ids = regroup_queries(plan, backend="torch")
+        unions = prepare_unions(plan, ids, backend="torch")
+        stats = page_stats(plan, unions, 2 * plan.num_kv_heads, regrouped=regroups(plan), backend=backend)
+        for h, groups in enumerate(literal.walk(plan, ids)):
+            halves = [[sum(1 for b in g.values() if b & m) for m in (15, 240)] for g in groups]
+            assert int(stats.union_pages[h]) == sum(map(len, groups))
+            assert int(stats.half_pages[h]) == sum(map(sum, halves))
+            assert int(stats.imbalance[h]) == sum(abs(a - b) for a, b in halves)
+            sizes = [len(literal.support(plan, i, h)) for i in range(plan.length)]
+            cells = [len(literal.tokens(plan, i, h)) for i in range(plan.length)]
+            assert int(stats.member_pages[h]) == sum(sizes)
+            for tile in range(-(-plan.length // 128)):
+                some = slice(tile * 128, tile * 128 + 128)
+                rows = len(sizes[some])
+                for q_head in (2 * h, 2 * h + 1):
+                    assert int(stats.visited_cells[0, q_head, tile]) == sum(cells[some])
+                    assert int(stats.visited_blocks[0, q_head, tile]) == -(
+                        -sum(sizes[some]) * plan.page_size // (rows * 128)
+                    )
+        assert stats.computed_cells is stats.visited_cells and stats.groups == plan.groups
+        assert stats.regrouped == bool(regroup) and stats.visited_cells.shape == (
+            1,
+            2 * plan.num_kv_heads,
+            -(-plan.length // 128),
+        )
+
+
+def test_regrouping_changes_the_unions_and_not_the_cells():
+    plan = page_cases.make([(200, 2000)], page_size=16, width=6, seed=3, local=True, regroup=64).plan
+
+    def counts(plan):
+        unions = prepare_unions(plan, regroup_queries(plan))
+        return page_stats(plan, unions, 1, regrouped=regroups(plan))
+
+    on, off = counts(plan), counts(replace(plan, regroup=0))
+    for name in ("visited_cells", "visited_blocks", "member_pages"):
+        assert torch.equal(getattr(on, name), getattr(off, name))
+    assert int(on.union_pages) < int(off.union_pages)
+
+
+def test_ids_of_another_shape_are_refused():
+    plan = make(1)
+    with pytest.raises(ValueError, match="ids"):
+        prepare_unions(plan, regroup_queries(plan)[:, :-8])
