@@ -24,6 +24,7 @@ FILES = {
     "pdf": "pareto.pdf",
     "html": "report.html",
 }
+IMAGES = ("png", "svg", "pdf")
 ALIASES = {"md": "markdown", "tex": "latex"}
 TERMINAL_WIDTH = 120
 """Columns where the output is no terminal."""
@@ -81,8 +82,14 @@ def write_report(
     for name in wanted:
         path = getattr(paths, name)
         if path is not None:
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+            for file in (path, cost_file(path)) if name in IMAGES else (path,):
+                console.print(f"wrote {file}", markup=False, soft_wrap=True)
     return paths
+
+
+def cost_file(plot: Path) -> Path:
+    """File of the plot against B_cost, beside the one against B."""
+    return plot.with_stem(f"{plot.stem}_cost")
 
 
 def _formats(names: Sequence[str]) -> list[str]:
@@ -100,7 +107,7 @@ def _page_file(file: Path) -> Path:
 
 
 def _write(rows: Rows, loaded: Loaded, files: Mapping[str, Path]) -> ReportPaths:
-    figure = pareto.draw(rows) if {"png", "svg", "pdf"} & set(files) else None
+    figures = [pareto.draw(rows, budget) for budget in pareto.AXES] if set(IMAGES) & set(files) else []
     makers: dict[str, Callable[[], str | bytes | None]] = {
         "markdown": lambda: table.markdown(rows),
         "csv": lambda: table.csv(rows),
@@ -110,16 +117,22 @@ def _write(rows: Rows, loaded: Loaded, files: Mapping[str, Path]) -> ReportPaths
     paths: dict[str, Path] = {}
     for name, path in files.items():
         if name in makers:
-            content = makers[name]()
+            contents = {path: makers[name]()}
         else:
-            content = None if figure is None else pareto.render(figure, name)
-        if content is None:
-            continue
-        paths[name] = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
-        except OSError as exc:
-            field = "html" if path.name != FILES[name] else "out"
-            raise InputError(field, str(path), f"must be a place that can be written to ({exc.strerror})") from None
+            targets = (path, cost_file(path))
+            contents = {
+                file: None if figure is None else pareto.render(figure, name)
+                for file, figure in zip(targets, figures, strict=True)
+            }
+        for file, content in contents.items():
+            if content is None:
+                continue
+            paths[name] = path
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content.encode() if isinstance(content, str) else content)
+            except OSError as exc:
+                field = "html" if path.name != FILES[name] else "out"
+                told = f"must be a place that can be written to ({exc.strerror})"
+                raise InputError(field, str(file), told) from None
     return ReportPaths(**paths)

@@ -23,6 +23,11 @@ PLOTTED = ("accuracy", "first_token", "perplexity", "kl")
 TITLE_WIDTH = 54
 BOUNDS = ("oracle_topk", "random")
 """Methods that bound what a selection can reach: plotted, but on no frontier."""
+AXES = {
+    "B": "realized budget B (% of dense)",
+    "B_cost": "B_cost: QK, PV and selection (% of dense)",
+}
+"""Budgets that a figure can have as its x axis. An in-kernel skip lowers B alone: QK was computed for what it skips."""
 BARS = "bars: 95 % interval of the paired difference to dense; for KL, of the value"
 
 STYLE: Any = {
@@ -100,8 +105,13 @@ def frontier(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -
     return kept
 
 
-def draw(rows: Rows) -> Figure | None:
-    """Draw every panel; ``None`` where there is no sparse result to compare."""
+def draw(rows: Rows, budget: str = "B") -> Figure | None:
+    """Draw every panel; ``None`` where there is no sparse result to compare.
+
+    Args:
+        rows: of a report.
+        budget: the x axis, of ``AXES``.
+    """
     found = panels(rows)
     if not found:
         return None
@@ -113,7 +123,7 @@ def draw(rows: Rows) -> Figure | None:
         FigureCanvasAgg(figure)
         axes = figure.subplots(lines, columns, squeeze=False).flatten()
         for axis, panel in zip(axes, found, strict=False):
-            _draw_panel(axis, panel, drawn)
+            _draw_panel(axis, panel, drawn, budget)
         for axis in axes[len(found) :]:
             axis.set_visible(False)
         handles: dict[str, Any] = {}
@@ -131,14 +141,15 @@ def draw(rows: Rows) -> Figure | None:
     return figure
 
 
-def _draw_panel(axis: Axes, panel: Panel, drawn: Mapping[str, Style]) -> None:
+def _draw_panel(axis: Axes, panel: Panel, drawn: Mapping[str, Style], budget: str) -> None:
     metric = METRICS[panel.metric]
     dense = [row for row in panel.rows if row.dense]
     sparse = [row for row in panel.rows if not row.dense]
-    points = [(row.B, row.value) for row in panel.rows]
+    points = [(getattr(row, budget), row.value) for row in panel.rows]
     if not dense:  # KL is not stored for dense; it is zero by definition
         points.append((100.0, 0.0))
-    reached = [(row.B, row.value) for row in panel.rows if not is_bound(row.series)] + points[len(panel.rows) :]
+    reached = [point for point, row in zip(points, panel.rows, strict=False) if not is_bound(row.series)]
+    reached += points[len(panel.rows) :]
     line = frontier(reached, higher_is_better=metric.higher_is_better)
     axis.plot(
         *zip(*line, strict=True), color=FRONTIER, linewidth=1.3, zorder=2, label="frontier", drawstyle="steps-post"
@@ -150,19 +161,19 @@ def _draw_panel(axis: Axes, panel: Panel, drawn: Mapping[str, Style]) -> None:
     for name, style in drawn.items():
         chosen = [row for row in sparse if row.series == name]
         if chosen:
-            _draw_series(axis, chosen, name, style)
+            _draw_series(axis, chosen, name, style, budget)
     _limits(axis, points, panel.metric)
     axis.set_title(panel.title, loc="left")
-    axis.set_xlabel("realized budget B (% of dense)")
+    axis.set_xlabel(AXES[budget])
     better = "higher" if metric.higher_is_better else "lower"
     unit = f"{metric.unit}, " if metric.unit else ""
     axis.set_ylabel(f"{metric.name} ({unit}{better} is better)")
 
 
-def _draw_series(axis: Axes, rows: Sequence[Row], name: str, style: Style) -> None:
+def _draw_series(axis: Axes, rows: Sequence[Row], name: str, style: Style, budget: str) -> None:
     below, above = zip(*(_reach(row) for row in rows), strict=True)
     axis.errorbar(
-        [row.B for row in rows],
+        [getattr(row, budget) for row in rows],
         [row.value for row in rows],
         yerr=[below, above],
         fmt=style.marker,
@@ -192,6 +203,14 @@ def _limits(axis: Axes, points: Sequence[tuple[float, float]], metric: str) -> N
     """Show the points with room around; a long error bar may leave the panel, a point may not."""
     values = [y for _, y in points]
     low, high = min(values), max(values)
+    left = min(x for x, _ in points)
+    axis.set_xlim(max(0.0, left - 6.0) if left > 15 else 0.0, 103.0)
+    above = [y for y in values if y > 0]
+    if metric == "kl" and above and high > 20 * min(above):
+        # Spread over orders of magnitude, with dense at its zero.
+        axis.set_yscale("symlog", linthresh=min(above))
+        axis.set_ylim(-0.1 * min(above), 1.6 * high)
+        return
     span = (high - low) or abs(high) * 0.1 or 1.0
     bottom, top = axis.get_ylim()
     if METRICS[metric].unit == "%":
@@ -199,8 +218,6 @@ def _limits(axis: Axes, points: Sequence[tuple[float, float]], metric: str) -> N
     else:
         bottom, top = max(bottom, low - 0.6 * span), min(top, high + 0.6 * span)
     axis.set_ylim(min(bottom, low - 0.06 * span), max(top, high + 0.06 * span))
-    left = min(x for x, _ in points)
-    axis.set_xlim(max(0.0, left - 6.0) if left > 15 else 0.0, 103.0)
 
 
 def render(figure: Figure, kind: str) -> bytes:

@@ -88,6 +88,27 @@ def test_every_point_is_inside_its_panel_and_dense_is_marked(cells):
         assert better in axis.get_ylabel()
 
 
+def test_the_same_points_against_what_they_cost(cells):
+    cells.demo()
+    rows = rows_of(cells)
+    figure = pareto.draw(rows, "B_cost")
+    for axis, panel in zip(figure.axes, pareto.panels(rows), strict=False):
+        shown = {tuple(point) for bars in axis.containers for point in bars.lines[0].get_xydata()}
+        assert shown == {(row.B_cost, row.value) for row in panel.rows if not row.dense}
+        assert all(row.B_cost > row.B for row in panel.rows if "skip, " in row.series), "QK of skipped blocks is paid"
+        assert "B_cost" in axis.get_xlabel()
+
+
+def test_losses_over_orders_of_magnitude_are_told_apart(cells):
+    cells.perplexity("dense")
+    for share, damage in ((0.2, 0.8), (0.4, 0.02)):
+        cells.perplexity("cosa", p=share, damage=damage, share=share)
+    rows, _, axes = drawn(cells)
+    for axis, panel in zip(axes, pareto.panels(rows), strict=True):
+        assert (axis.get_yscale() == "symlog") == (panel.metric == "kl")
+        assert all(axis.get_ylim()[0] < row.value < axis.get_ylim()[1] for row in panel.rows)
+
+
 def test_legend_is_outside_and_names_each_series_once(cells):
     cells.demo()
     _, figure, axes = drawn(cells)

@@ -43,7 +43,9 @@ def test_formats(cells, console, tmp_path, formats, expected):
     cells.demo()
     paths = write_report([cells.out], tmp_path / "out", formats=formats, console=console)
     assert {name for name in FILES if getattr(paths, name)} == expected
-    assert len(list((tmp_path / "out").iterdir())) == len(expected)
+    plots = {f"pareto{cost}.{name}" for name in expected & {"png", "svg", "pdf"} for cost in ("", "_cost")}
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == plots | {FILES[name] for name in expected - {"png", "svg", "pdf"}}
 
 
 def test_unknown_format_has_near_matches(cells, console):
