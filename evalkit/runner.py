@@ -121,9 +121,25 @@ def _resolve(cell: Cell) -> Resolved:
     tokenizer = load_tokenizer(source, cell.model)
     renderer = PromptRenderer(tokenizer, chat=cell.model.chat, thinking=cell.model.thinking)
     prepared = prepare(cell, tokenizer, renderer)
+    _check_unseen(cell, prepared, renderer)
     data = {"weights": source.checksum, "prompt": renderer.fingerprint, **prepared.checksums}
     identity = cell_identity(cell, device=device, dtype=dtype, backend=backend, data=data)
     return Resolved(device, dtype, source, renderer, prepared, identity)
+
+
+def _check_unseen(cell: Cell, prepared: Prepared, renderer: PromptRenderer) -> None:
+    """Raise :class:`IntegrityError` where the method was fitted on a window or a prompt of the cell, before it runs.
+
+    LongBench-v2's prompts depend on the model's own reasoning; they are checked as they come.
+    """
+    guard = Guard(named_files(cell.method).values())
+    if not guard.known:
+        return
+    for index, ids in enumerate(prepared.windows.ids if prepared.windows else ()):
+        guard(f"window {index}", ids)
+    for samples in prepared.samples.values():
+        for sample in samples:
+            guard(f"{sample.task}[{sample.index}]", renderer.encode(sample.prompt))
 
 
 def _backend(name: str, device: torch.device, dtype: torch.dtype) -> str:

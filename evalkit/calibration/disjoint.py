@@ -143,16 +143,16 @@ class Guard:
     """
 
     def __init__(self, files: Iterable[str]) -> None:
-        self._known: list[tuple[str, Fingerprints]] = []
+        self.known: list[tuple[str, Fingerprints]] = []
         for name in files:
             content = _mapping(name)
             text = content.get("text")
             if isinstance(text, Mapping) and "fingerprints" in text:
-                self._known.append((name, Fingerprints.from_plain(text["fingerprints"], name)))
+                self.known.append((name, Fingerprints.from_plain(text["fingerprints"], name)))
 
     def __call__(self, name: str, ids: Sequence[int]) -> None:
         """Raise :class:`IntegrityError` where the sample shares text with one of them."""
-        for source, fingerprints in self._known:
+        for source, fingerprints in self.known:
             check_disjoint(fingerprints, [(name, ids)], source)
 
 

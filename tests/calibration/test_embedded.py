@@ -53,5 +53,5 @@ def test_few_short_windows_reach_the_target_within_their_scatter(tmp_path, monke
 )
 def test_the_target_is_met_within_a_point_on_other_windows(tmp_path, monkeypatch, name, target):
     monkeypatch.chdir(tmp_path)
-    budgets, entry = spent(METHODS.get(name)(), 4096, target, 32, 32, tmp_path / "runs")
+    budgets, entry = spent(METHODS.get(name)(), 4096, target, 30, 30, tmp_path / "runs")
     assert abs(np.mean(budgets) - target) <= 0.01, (np.mean(budgets), entry.reached, entry.interval)

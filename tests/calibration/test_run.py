@@ -210,8 +210,8 @@ def test_a_files_name_is_a_label(fake_runs, request_for, cell_for, tmp_path):
     only_cell(cell_for().out)
 
 
-def test_samples_that_hold_calibration_text_fail(
-    fake_runs, request_for, cell_for, with_target, model_config, corpus, tmp_path
+def test_samples_that_hold_calibration_text_fail_before_the_model_is_loaded(
+    fake_runs, request_for, cell_for, with_target, model_config, corpus, tmp_path, monkeypatch
 ):
     short = tmp_path / "short.txt"
     short.write_text(corpus.read_text()[:2600])
@@ -220,6 +220,7 @@ def test_samples_that_hold_calibration_text_fail(
     every = len(tokens["input_ids"]) // 256
     assert 3 <= every <= 8
     run_cell(cell_for(with_target(0.5), limit=every // 2, corpus=str(short)))
+    monkeypatch.setattr("evalkit.runner.load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(IntegrityError, match=r"window \d+: tokens .* was calibrated on"):
         run_cell(cell_for(with_target(0.5), limit=every, corpus=str(short)))
 
