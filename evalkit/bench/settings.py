@@ -94,6 +94,9 @@ class TtftBench(BenchSettings):
         budget: Stage-1 share of ``cosa`` and ``harness``.
         stride: of the proxy.
         stage1, skip_scale: of ``cosa_vote``; the realized budget is reported.
+        loss: also time the loss on all tokens of the ``harness`` variants, with its fidelity to the dense model, and
+            take the peak memory of that; the dense states are made while the run's cache is held, as a perplexity cell
+            without its dense twin on disk does.
         profile: directory for one table of kernel times a variant and length; None = none.
         layers, hidden, intermediate, heads, kv_heads, dim, vocab: the model; Qwen3-8B's by default.
     """
@@ -105,6 +108,7 @@ class TtftBench(BenchSettings):
     stride: int = 8
     stage1: float = 0.29
     skip_scale: float = 2000.0
+    loss: bool = False
     profile: str | None = None
     layers: int = 36
     hidden: int = 4096

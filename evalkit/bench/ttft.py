@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from prefill_kernels import (
@@ -48,6 +48,9 @@ from ..methods.dense import Dense
 from ..methods.presets import described, from_text
 from .profiling import profile_csv
 from .settings import TTFT_VARIANTS, PageModelBench, TtftBench
+
+if TYPE_CHECKING:
+    from ..attention import Session
 
 CHECKED_TOKENS = 2048
 
@@ -87,6 +90,10 @@ def run(settings: TtftBench, rows: Rows, device: torch.device) -> None:
             if base and name != "fa2":
                 values["speedup_fa2"] = base / seconds
             rows.add("ttft", name, tokens, forward.setting, **values, **forward.budgets(tokens))
+            if settings.loss and name.startswith("harness"):
+                seconds, peak = timed(lambda ids, forward=forward: forward.loss(ids[0]), ids, 1)  # type: ignore[misc]
+                values = {"loss": seconds, **({} if peak is None else {"peak_memory": peak})}
+                rows.add("ttft", name, tokens, f"{forward.setting}, loss on all tokens, fidelity", **values)
             if settings.profile is not None:
                 file = Path(settings.profile).expanduser() / f"ttft-{name}-{tokens}.csv"
                 profile_csv(functools.partial(forward, ids), file, device)
@@ -244,17 +251,32 @@ class Forward:
         return found
 
     def _harness(self, ids: Tensor) -> Tensor:
-        from ..attention import Session  # needs packages that the other variants do not
-
-        method: Method = Dense()
-        if self.variant == "harness":
-            select = Select(rule="budget", budget=self.share)
-            method = CoSA(stride=self.stride, select=select, skip_scale=self.skip_scale)
-        with Session(self.model, method, backend=self.backend, page_size=BLOCK) as session:
+        with self._opened() as session:
             hidden = session.prefill(ids[0], keep_from=ids.shape[1] - 1)
             logits = session.logits(hidden)[0]
         self._session = session  # its books are read after the clock has stopped
         return logits
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """Mean loss of ids [N] and its fidelity to the dense model, as a perplexity cell without a twin on disk."""
+        from ..reference import score_window
+
+        with self._opened() as session:
+            states = session.prefill(ids, keep_from=0)
+            with self._opened(Dense()) as dense:
+                reference = dense.prefill(ids, keep_from=0)
+            nll, kl, _ = score_window(session, states[:-1], ids[1:], reference[:-1])
+        return torch.tensor([nll / (len(ids) - 1), kl])
+
+    def _opened(self, method: Method | None = None) -> Session:
+        from ..attention import Session  # needs packages that the other variants do not
+
+        if method is None:
+            method = Dense()
+            if self.variant == "harness":
+                select = Select(rule="budget", budget=self.share)
+                method = CoSA(stride=self.stride, select=select, skip_scale=self.skip_scale)
+        return Session(self.model, method, backend=self.backend, page_size=BLOCK)
 
     @contextlib.contextmanager
     def _attending(self) -> Iterator[None]:

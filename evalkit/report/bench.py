@@ -190,7 +190,7 @@ PAGES = (
 PAGES_MODEL = (
     "prefill s", "tokens/s", "over original %", "over FlashInfer %", "over replanned %", "peak GiB", "commit",
 )  # fmt: skip
-TTFT = ("TTFT s", "over FA2", "peak GiB", "B_stage1 %", "B %", "commit")
+TTFT = ("TTFT s", "over FA2", "loss s", "peak GiB", "B_stage1 %", "B %", "commit")
 
 ALSO: dict[str, tuple[str, float, str]] = {
     "vote_cost": ("vote costs {} %", 100, "1"),
@@ -352,6 +352,7 @@ def _ttft_row(benchmarks: Benchmarks, point: Point) -> list[str]:
         str(point.tokens),
         _text(metrics.get("ttft"), 3),
         _text(benchmarks.ttft_speedup(point), 2),
+        _text(metrics.get("loss"), 3),
         _text(metrics.get("peak_memory"), 1),
         _text(metrics.get("B_stage1_block"), 1, 100),
         _text(metrics.get("B_block"), 1, 100),

@@ -63,6 +63,27 @@ def test_ttft_rows(tmp_path, capsys):
     assert len(list((tmp_path / "profiles").iterdir())) == 10
 
 
+def test_loss_of_the_harness_is_a_row_of_its_own(tmp_path):
+    settings = TtftBench(**{**vars(TINY), "loss": True, "lengths": (256,), "variants": ("fa2", "harness")})
+    rows = Rows(tmp_path / "rows.csv", "a command", "abc", device="cpu")
+    ttft.run(settings, rows, CPU)
+    with rows.path.open(newline="") as file:
+        (found,) = [row for row in csv.DictReader(file) if row["metric"] == "loss"]
+    assert found["variant"] == "harness" and found["unit"] == "s" and float(found["value"]) > 0
+    assert found["setting"] == "Stage-1 20 %, vote off, stride 8, loss on all tokens, fidelity"
+
+
+def test_loss_is_that_of_all_tokens_beside_the_dense_model():
+    model = ttft.build(TINY, CPU)
+    ids = torch.randint(0, 99, (256,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        logits = model(ids[None]).logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, ids[1:])
+    dense, sparse = (ttft.Forward(TINY, model, name).loss(ids) for name in ("harness_dense", "harness"))
+    assert dense[0] == pytest.approx(float(expected), rel=1e-2) and dense[1] == pytest.approx(0, abs=1e-6)
+    assert sparse[1] > 1e-4
+
+
 def test_ttft_hands_the_kernel_pages_it_takes(tmp_path, monkeypatch):
     seen = []
 

@@ -20,6 +20,7 @@ UNITS = {
     "tflops": "TF/s",
     "attention_tflops": "TF/s",
     "ttft": "s",
+    "loss": "s",
     "peak_memory": "GiB",
     "plan_memory": "GiB",
     "regroup_ms": "ms",
