@@ -19,6 +19,7 @@ HYDRA_COMMANDS = {
     "calibrate": (".app.calibrate", "find the value of a method's knob that reaches a budget"),
     "search-patterns": (".app.search_patterns", "find MInference's pattern of each head"),
     "bench": (".app.bench", "benchmarks on a CUDA device"),
+    "analyze": (".app.analyze", "analyses behind figures: iou, rowmax, remap, frontier, heads"),
 }
 """Commands whose arguments are Hydra's: the module whose ``run`` takes them, and a line of help."""
 
