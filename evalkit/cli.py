@@ -20,6 +20,7 @@ HYDRA_COMMANDS = {
     "search-patterns": (".app.search_patterns", "find MInference's pattern of each head"),
     "capture": (".app.capture", "record what a real run's attention sees, and what a method selects there"),
     "bench": (".app.bench", "benchmarks on a CUDA device"),
+    "analyze": (".app.analyze", "analyses behind figures: iou, rowmax, remap, frontier, heads"),
 }
 """Commands whose arguments are Hydra's: the module whose ``run`` takes them, and a line of help."""
 

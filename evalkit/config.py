@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from .errors import InputError, near_matches
-from .task_settings import GenerationConfig, LongBenchV2Config, Recommended
+from .task_settings import GenerationConfig, LongBenchV2Config, Recommended, check_precision
 
 RULER_NAMES = "evalkit.benchmarks.ruler:TASKS"
 CORPORA = ("essays", "longbench_v2", "longbench_v2_small")
@@ -227,6 +227,8 @@ class RulerConfig:
         tasks: names out of the official 13.
         length: prompt, template and output together, in tokens.
         limit: samples of each task.
+        precision: stop before the limit once the 95 % interval of the mean score is at most this far to each side, see
+            :mod:`evalkit.precision`; ``None`` = always run all.
         seed: seed of the samples.
         data: local copies of the texts.
         generation: how answers are generated; a thinking block lies inside the length, as every output does.
@@ -236,6 +238,7 @@ class RulerConfig:
     tasks: tuple[str, ...] = ()
     length: int = 4096
     limit: int = 100
+    precision: float | None = None
     seed: int = 42
     data: DataFiles = field(default_factory=DataFiles)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -259,6 +262,7 @@ class RulerConfig:
         _require(not twice, "task.tasks", twice, "each task may be named once")
         _at_least("task.length", self.length, 256)
         _at_least("task.limit", self.limit, 1)
+        check_precision(self.precision)
         _seed("task.seed", self.seed)
         self.data.validate()
         self.generation.validate()
@@ -284,6 +288,8 @@ class PerplexityConfig:
         seed: take the documents in a random order of this seed; ``None`` = in their own.
         length: tokens of a window.
         limit: number of windows.
+        precision: stop before the limit once the 95 % interval of the loss is at most this many nats a token to each
+            side (0.02 = two percent of perplexity), see :mod:`evalkit.precision`; ``None`` = always run all.
         score: ``last_quarter`` of each window (shows damage best) or ``all`` tokens.
         fidelity: also compare the next-token distributions with the dense model's (KL, top-1 agreement).
     """
@@ -297,6 +303,7 @@ class PerplexityConfig:
     seed: int | None = None
     length: int = 4096
     limit: int = 8
+    precision: float | None = None
     score: str = "last_quarter"
     fidelity: bool = True
 
@@ -317,6 +324,7 @@ class PerplexityConfig:
             _seed("task.seed", self.seed)
         _at_least("task.length", self.length, 16)
         _at_least("task.limit", self.limit, 1)
+        check_precision(self.precision)
         _choice("task.score", self.score, SCORES)
 
     def _validate_corpus(self) -> None:

@@ -21,7 +21,17 @@ from .calibration.resolve import calibration_digest
 from .config import Cell, PerplexityConfig
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "lm-eval", "numpy")
-NOT_NUMERIC = ("report", "app", "bench", "capture.py", "capture_settings.py", "cli.py", "status.py", "timing.py")
+NOT_NUMERIC = (
+    "report",
+    "analysis",
+    "app",
+    "bench",
+    "capture.py",
+    "capture_settings.py",
+    "cli.py",
+    "status.py",
+    "timing.py",
+)
 """Parts of the harness that cannot change a measured number."""
 
 

@@ -33,9 +33,10 @@ from .generation import Decoding
 from .identity import cell_identity, named_files, provenance
 from .lm import EvalkitLM, ProgressLines
 from .models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
+from .precision import LEAST_SCORES, LEAST_WINDOWS, Look, enough, half_width, schedule
 from .prompts import PromptRenderer
 from .reference import DenseReference
-from .store import CELLS, CellStore, cell_key, twin_key
+from .store import CELLS, CellStore, SampleKey, cell_key, twin_key
 
 
 @dataclass(frozen=True)
@@ -227,34 +228,65 @@ def _evaluate(cell: Cell, store: CellStore, resolved: Resolved) -> dict[str, Any
         chunk_size=cell.execution.chunk_size,
     )
     fidelity = isinstance(cell.task, PerplexityConfig) and cell.task.fidelity
+    reference = DenseReference(loaded.model, twin_key(resolved.identity)) if fidelity else None
+    looks: list[Look] = []
     with session, _quiet_lm_eval():
-        lm = EvalkitLM(
-            session,
-            store,
-            resolved.renderer,
-            samples=prepared.samples,
-            windows=prepared.windows,
-            reference=DenseReference(loaded.model, twin_key(resolved.identity)) if fidelity else None,
-            max_length=cell.model.max_length,
-            report=ProgressLines(cell.label, prepared.count),
-            guard=Guard(named_files(cell.method).values()),
-            decoding=_decoding(cell),
-            questions=prepared.questions,
-        )
-        results = lm_eval.simple_evaluate(
-            model=lm,
-            tasks=prepared.specs,
-            task_manager=TaskManager(include_path=str(files("evalkit.tasks")), include_defaults=False),
-            log_samples=False,
-            bootstrap_iters=0,
-            random_seed=cell.execution.seed,
-            numpy_random_seed=cell.execution.seed,
-            torch_random_seed=cell.execution.seed,
-        )
-    assert results is not None
-    scores = {name: _plain_metrics(values) for name, values in results["results"].items()}
-    _check_scores(scores, list(store.completed.values()), prepared.count)
-    return {"lm_eval": scores, "rope": loaded.rope}
+        for number in _numbers(cell, prepared):
+            specs, keys = _first(prepared.specs, number)
+            lm = EvalkitLM(
+                session,
+                store,
+                resolved.renderer,
+                samples=prepared.samples,
+                windows=prepared.windows,
+                reference=reference,
+                max_length=cell.model.max_length,
+                report=ProgressLines(cell.label, len(keys)),
+                guard=Guard(named_files(cell.method).values()),
+                decoding=_decoding(cell),
+                questions=prepared.questions,
+            )
+            # Samples of an earlier look, or of an earlier run, come from the store.
+            results = lm_eval.simple_evaluate(
+                model=lm,
+                tasks=specs,
+                task_manager=TaskManager(include_path=str(files("evalkit.tasks")), include_defaults=False),
+                log_samples=False,
+                bootstrap_iters=0,
+                random_seed=cell.execution.seed,
+                numpy_random_seed=cell.execution.seed,
+                torch_random_seed=cell.execution.seed,
+            )
+            assert results is not None
+            scores = {name: _plain_metrics(values) for name, values in results["results"].items()}
+            records = [store.completed[key] for key in keys if key in store.completed]
+            _check_scores(scores, records, len(keys))
+            if cell.task.precision is None:
+                break
+            looks.append(Look(number, half_width(records)))
+            print(f"    look at {number}: 95 % interval +-{looks[-1].half_width}", flush=True)
+            if enough(looks[-1], cell.task.precision):
+                break
+    summary: dict[str, Any] = {"lm_eval": scores, "rope": loaded.rope}
+    if cell.task.precision is not None:
+        summary["looks"] = [look.record() for look in looks]
+        store.expect(len(keys))
+    return summary
+
+
+def _numbers(cell: Cell, prepared: Prepared) -> list[int]:
+    """How many samples of each task to run before each look; all of them at once without a wanted precision."""
+    most = max(len(spec["metadata"]["docs"]) for spec in prepared.specs)
+    if cell.task.precision is None:
+        return [most]
+    return schedule(most, LEAST_WINDOWS if isinstance(cell.task, PerplexityConfig) else LEAST_SCORES)
+
+
+def _first(specs: Sequence[dict[str, Any]], number: int) -> tuple[list[dict[str, Any]], list[SampleKey]]:
+    """Task configurations of the first ``number`` documents each, and the keys of those documents."""
+    cut = [{**s, "metadata": {**s["metadata"], "docs": s["metadata"]["docs"][:number]}} for s in specs]
+    docs = [doc for spec in cut for doc in spec["metadata"]["docs"]]
+    return cut, [(doc["task"], int(doc["length"]), int(doc["index"])) for doc in docs]
 
 
 def _decoding(cell: Cell) -> Decoding:

@@ -485,6 +485,11 @@ class CellStore:
             raise StoreError(f"{self.path}: sample {_name(key)} could not be stored ({exc})") from None
         self.completed[key] = stored
 
+    def expect(self, samples: int) -> None:
+        """Say how many samples make the cell, where it is known only now: one that stops at a wanted precision."""
+        self._require_running()
+        self._update(expected_samples=samples)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Merge the budgets and mark the cell done.
 

@@ -33,6 +33,12 @@ def _seed(name: str, value: int) -> None:
     _require(0 <= value < 2**32, name, value, "must be an integer from 0 to 2^32 - 1")
 
 
+def check_precision(value: float | None) -> None:
+    """Raise InputError on a precision that no interval has."""
+    ok = value is None or (math.isfinite(value) and 0 < value < 0.5)
+    _require(ok, "task.precision", value, "a half-width above 0, below 0.5 (0.02 = two points), or null")
+
+
 def is_path(text: str) -> bool:
     """Whether a name of data is written as a local file and not as a hub id."""
     return text.startswith(("/", "./", "../", "~")) or Path(text).suffix in (".json", ".jsonl")
@@ -164,6 +170,8 @@ class LongBenchV2Config:
         length: prompt and output together, in tokens; it decides the RoPE factor.
         truncate_at: longest message in tokens, before the chat template; the middle of a longer one is cut out.
         limit: number of questions, a seeded choice; ``None`` = all.
+        precision: stop before the limit once the 95 % interval of the accuracy is at most this far to each side, see
+            :mod:`evalkit.precision`; the questions are then asked in a seeded order. ``None`` = always run all.
         seed: seed of that choice.
         generation: how answers are generated.
     """
@@ -175,6 +183,7 @@ class LongBenchV2Config:
     length: int = 131072
     truncate_at: int = 120000
     limit: int | None = None
+    precision: float | None = None
     seed: int = 42
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
@@ -196,6 +205,7 @@ class LongBenchV2Config:
         allowed = f"must be an integer from 64 to below task.length={self.length}, which also holds the output"
         _require(ok, "task.truncate_at", self.truncate_at, allowed)
         _at_least("task.limit", self.limit, 1)
+        check_precision(self.precision)
         _seed("task.seed", self.seed)
         self.generation.validate()
         if self.mode == "loglikelihood":

@@ -33,7 +33,9 @@ def schema_for(cls: type, *, name: str | None = None) -> type:
         cls: dataclass type, possibly nested.
         name: adds a field ``name`` with this default where the class has none.
     """
-    return _twin(cls, name)
+    # A class that has this name by itself has one twin, whether it is a group of its own or a field of another class.
+    own = any(item.name == "name" and item.default == name for item in dataclasses.fields(cls))
+    return _twin(cls, None if own else name)
 
 
 @functools.cache  # one twin a class: OmegaConf merges a node only with its own class

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..assets import cache_dir, extract_member, package_file, sha256_file
@@ -104,6 +111,11 @@ def load_tokenizer(source: Source, config: ModelConfig) -> PreTrainedTokenizerBa
     return AutoTokenizer.from_pretrained(source.location, revision=source.revision, **_gguf(config))
 
 
+def load_config(source: Source, config: ModelConfig) -> PretrainedConfig:
+    """The weights' own config: layers, heads and lengths, without the weights."""
+    return AutoConfig.from_pretrained(source.location, revision=source.revision, **_gguf(config))
+
+
 def load_model(
     config: ModelConfig, source: Source, length: int, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
@@ -115,7 +127,7 @@ def load_model(
     """
     factor = config.rope_factor(length)
     original = config.rope.original or config.native_context
-    settings = AutoConfig.from_pretrained(source.location, revision=source.revision, **_gguf(config))
+    settings = load_config(source, config)
     check_supported(settings)
     if settings.max_position_embeddings < config.native_context:
         raise InputError(

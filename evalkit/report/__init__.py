@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..errors import InputError, near_matches
 from . import pareto, table
+from .below import mark
 from .load import Loaded, load
 from .page import build, page
 from .rows import Rows, build_rows
@@ -71,7 +72,7 @@ def write_report(
     given = [Path(item) for item in directories]
     wanted = _formats([*formats, "html"] if html is not None else formats)
     loaded = load(given)
-    rows = build_rows(loaded)
+    rows = mark(build_rows(loaded), loaded.cells)
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else TERMINAL_WIDTH)
     table.print_rows(rows, console)
     target = Path(out) if out is not None else given[0]

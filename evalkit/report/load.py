@@ -56,6 +56,7 @@ def load(directories: Iterable[str | Path]) -> Loaded:
     for cell in finished:
         if cell.key in twins:
             check_pair(cell, twins[cell.key])
+            notes += _shared_samples(cell, twins[cell.key])
     return Loaded(finished, twins, notes, [cell for cell in found if not cell.done])
 
 
@@ -98,6 +99,9 @@ def _unlike(cell: CellResult, twin: CellResult) -> int:
 def check_pair(cell: CellResult, twin: CellResult) -> None:
     """A pair is one only on the same samples with the same prompts.
 
+    Two cells that stop at a wanted precision may do so at different numbers: then one has the first samples of the
+    other, and the difference is taken over those.
+
     Raises:
         StoreError: naming both cells and the first sample that differs.
     """
@@ -106,6 +110,8 @@ def check_pair(cell: CellResult, twin: CellResult) -> None:
         name = f"{key[0]}@{key[1]}[{key[2]}]"
         problem = ""
         if key not in mine or key not in other:
+            if stops_early(cell):
+                continue
             problem = f"is missing from {cell.path if key not in mine else twin.path}"
         elif _prompt(mine[key]) != _prompt(other[key]):
             problem = "has another prompt"
@@ -113,6 +119,18 @@ def check_pair(cell: CellResult, twin: CellResult) -> None:
             problem = "is scored on another number of tokens"
         if problem:
             raise StoreError(f"{cell.label} and its dense twin {twin.label} cannot be paired: sample {name} {problem}")
+
+
+def stops_early(cell: CellResult) -> bool:
+    """Whether a cell may end before its limit, at a wanted precision."""
+    return cell.config.get("task", {}).get("precision") is not None
+
+
+def _shared_samples(cell: CellResult, twin: CellResult) -> list[str]:
+    shared = len({*by_sample(cell)} & {*by_sample(twin)})
+    if shared == len(cell.records) == len(twin.records):
+        return []
+    return [f"stopped at {len(cell.records)} samples, dense at {len(twin.records)}: paired over {shared}: {cell.label}"]
 
 
 def by_sample(cell: CellResult) -> dict[SampleKey, dict[str, Any]]:

@@ -199,6 +199,44 @@ def agreement(fractions: ArrayLike, tokens: ArrayLike) -> Estimate:
     return Estimate(mean, n, *wilson(mean, effective))
 
 
+def two_sided_p(difference: Estimate, *, freedom: int | None = None) -> float:
+    """Two-sided p-value of "there is no difference", from the difference's own interval.
+
+    The half-width is a quantile times the standard error, so that p is below 0.05 exactly where the interval leaves out
+    zero. 1 where there is no interval.
+
+    Args:
+        difference: paired difference.
+        freedom: degrees of freedom of a t interval; None = a normal one.
+    """
+    if difference.low is None or difference.high is None or freedom == 0:
+        return 1.0
+    centre, half = (difference.low + difference.high) / 2, (difference.high - difference.low) / 2
+    if half == 0:
+        return 1.0 if centre == 0 else 0.0
+    if freedom is None:
+        return float(2 * stats.norm.sf(abs(centre) / half * Z))
+    return float(2 * stats.t.sf(abs(centre) / half * _t(freedom + 1), freedom))
+
+
+def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
+    """Holm's step-down: which hypotheses are rejected, with the chance of any false one at most ``alpha``."""
+    return [p <= alpha for p in holm_adjusted(p_values)]
+
+
+def holm_adjusted(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values: those that a hypothesis is rejected at, whatever the level.
+
+    The k-th smallest of m (from 0) times m - k, never below an earlier one, at most 1.
+    """
+    adjusted = [1.0] * len(p_values)
+    highest = 0.0
+    for rank, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[at]))
+        adjusted[at] = highest
+    return adjusted
+
+
 def _scores(values: ArrayLike) -> Floats:
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 1 or not len(scores) or not bool(((scores >= 0) & (scores <= 1)).all()):

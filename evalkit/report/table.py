@@ -209,6 +209,6 @@ def _terminal_table(rows: Sequence[Row]) -> Table:
             title = f"{_metric(rows[0])}, n = {rows[0].n}" if column.left else column.title
             table.add_column(title, justify="left" if column.left else "right", no_wrap=not column.left)
     for row in rows:
-        style = "bold" if row.dense else "red" if row.suspect else ""
+        style = "red" if row.suspect else "bold" if row.dense else ""
         table.add_row(*(Text(column.text(row), style=style) for column in columns))
     return table

@@ -141,16 +141,20 @@ def load(config: LongBenchV2Config, renderer: PromptRenderer, root: Path | None 
 def choose(items: list[Item], config: LongBenchV2Config) -> list[Item]:
     """The questions that a limit keeps, in the data set's order; a larger limit adds to a smaller one's.
 
+    With a precision they come in the seeded order, so that the first of them are a random sample.
+
     Raises:
         InputError: the data set has fewer.
     """
-    if config.limit is None:
+    if config.limit is None and config.precision is None:
         return items
-    if config.limit > len(items):
+    limit = len(items) if config.limit is None else config.limit
+    if limit > len(items):
         raise InputError("task.limit", config.limit, f"at most {len(items)}, the number of questions, or null")
     order = list(range(len(items)))
     random.Random(config.seed).shuffle(order)
-    return [items[i] for i in sorted(order[: config.limit])]
+    kept = order[:limit]
+    return [items[i] for i in (kept if config.precision is not None else sorted(kept))]
 
 
 def make(item: Item, config: LongBenchV2Config, renderer: PromptRenderer) -> Prompt:

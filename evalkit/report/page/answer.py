@@ -15,7 +15,7 @@ from scipy import stats as distributions
 
 from ..pareto import Panel, is_bound
 from ..rows import METRICS, Row
-from ..stats import LEVEL, Z
+from ..stats import LEVEL, Z, holm
 from ..table import difference_text, interval_text, value_text
 
 MARGINS = (1.0, 2.0, 5.0)
@@ -132,16 +132,6 @@ def loss(row: Row) -> float:
 def within(rows: Sequence[Row], margin: float) -> list[bool]:
     """Whether each row's loss is shown to be below ``margin``, at 95 % for all rows together (Holm, one-sided)."""
     return holm([_p_value(row, margin) for row in rows], (1 - LEVEL) / 2)
-
-
-def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
-    """Holm's step-down: which hypotheses are rejected, with the chance of any false one at most ``alpha``."""
-    rejected = [False] * len(p_values)
-    for rank, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if p_values[at] > alpha / (len(p_values) - rank):
-            break
-        rejected[at] = True
-    return rejected
 
 
 def _p_value(row: Row, margin: float) -> float:

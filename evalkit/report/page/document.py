@@ -10,6 +10,7 @@ from typing import Any
 
 from ...store import BUDGET, CellResult
 from .. import palette, pareto, table
+from ..below import NOTE
 from ..load import Loaded
 from ..names import flat, method_labels, unique
 from ..provenance import command, environment
@@ -225,6 +226,9 @@ def _problems(loaded: Loaded, rows: Rows, position: Mapping[str, int]) -> list[s
         if row.beats_dense:
             text = f"{METRICS[row.metric].name} is better than dense beyond its interval: {table.difference_text(row)}"
             add("suspect", where, text, cell_at)
+        if row.below_published:
+            ours = f"{table.value_text(row)} {table.interval_text(row)}"
+            add("below", where, f"dense is far below the published {row.published:.2f}: {ours}", cell_at)
     for row in _once(rows.level("cell")):
         where = f"{row.model}, {row.method}, {row.task}, {row.length} tokens"
         cell_at = position[row.key]
@@ -233,11 +237,11 @@ def _problems(loaded: Loaded, rows: Rows, position: Mapping[str, int]) -> list[s
             add("torch", where, text, cell_at)
         if row.fallback_share:
             add("fallback", where, f"{row.fallback_share:.1f} % of the attention calls were answered densely", cell_at)
-    said = ("left out, ", "sparse > dense: ", REFERENCE_MARK)
+    said = ("left out, ", "sparse > dense: ", NOTE, REFERENCE_MARK)
     for note in rows.notes:
         if not note.startswith(said):
             add("warning" if note.startswith("warning") else "note", "", note)
-    order = ("failed", "unfinished", "suspect", "torch", "fallback", "warning", "note")
+    order = ("failed", "unfinished", "below", "suspect", "torch", "fallback", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem["kind"]))
 
 

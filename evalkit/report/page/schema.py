@@ -131,7 +131,11 @@ class Answer(TypedDict):
 
 
 class Problem(TypedDict):
-    """Something to look at: ``failed``, ``unfinished``, ``suspect``, ``torch``, ``fallback``, ``warning``, ``note``."""
+    """Something to look at.
+
+    Kinds: ``failed``, ``unfinished``, ``below`` (dense far below the published score), ``suspect`` (better than dense),
+    ``torch``, ``fallback``, ``warning``, ``note``.
+    """
 
     kind: str
     where: str

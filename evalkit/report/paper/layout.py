@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..names import unique
-from ..stats import Estimate, wilson
+from ..stats import LEVEL, Estimate, holm_adjusted, two_sided_p, wilson
 from .measured import QUESTIONS, Block, Measure, Measured, Table, over_difficulties, over_lengths
 from .published import LONG, METHODS, MODELS, VARIANTS, Number, Published, fitting_runs
 
@@ -169,10 +169,11 @@ def _ruler(block: Block, model: str, table: Table, published: Published) -> tupl
     keys = [str(n) for n in lengths]
     narrow = {name: row for name, row in pairs.items() if name != "CoSA-accurate"}
     heads = [*(_length(n) for n in lengths), "Avg."]
-    remarks = [*_remarks(narrow), *averaged]
+    names = dict(zip([*keys, "avg"], heads, strict=True))
+    remarks = [*_remarks(narrow), *averaged, *_winners(narrow, names)]
     one = Sheet("1", f"Table 1: RULER, {block.title}", ["Method", "", *heads, "B %"], [], remarks)
     one.rows.extend(_lines(narrow, [*keys, "avg"], budgets=["avg"]))
-    remarks = [*_remarks(pairs), *averaged]
+    remarks = [*_remarks(pairs), *averaged, *_winners(pairs, names)]
     wide = Sheet("B", f"Table B: RULER by length, {block.title}", ["Method", ""], [], remarks)
     for head in heads:
         wide.headers.extend((f"{head} Acc", f"{head} B %"))
@@ -213,6 +214,7 @@ def _longbench(block: Block, model: str, table: Table, published: Published) -> 
         remarks.append(
             f"The printed percentages of {', '.join(names)} fit {what} over 192 easy and 311 hard questions."
         )
+    remarks += _winners(pairs, {**HEADERS, "avg": "Avg."})
     sheet = Sheet(
         "2", f"Table 2: LongBench-v2, {block.title}", ["Method", "", *HEADERS.values(), "Avg.", "B %"], [], remarks
     )
@@ -250,7 +252,7 @@ def _ablation(block: Block, model: str, table: Table, published: Published) -> t
                 first = [name, *COMPONENTS[name]] if not _same(sheet, name) else [""] * 6
                 sheet.rows.append([*(Cell(text) for text in first), Cell(kind), *texts])
     _rank(sheet.rows, kind_at=6, columns={7: True, 8: False})
-    sheet.remarks.extend(_gain_of_remapping(ours))
+    sheet.remarks.extend([*_gain_of_remapping(ours), *_winners(pairs, {"avg": "Avg."})])
     return [sheet], [pair for row in pairs.values() for pair in row.values()]
 
 
@@ -383,6 +385,43 @@ def _rank(rows: Sequence[Sequence[Cell]], kind_at: int, columns: Mapping[int, bo
             for row in members:
                 value = row[column].value
                 row[column].rank = values.index(value) + 1 if value is not None and value in values[:2] else 0
+
+
+def _winners(pairs: Mapping[str, Mapping[str, Pair]], columns: Mapping[str, str]) -> list[str]:
+    """Which measured bests are shown to be best: paired tests against every other method, Holm over the whole table.
+
+    Args:
+        pairs: by method and column.
+        columns: headings by column.
+    """
+    found: dict[str, tuple[str, list[str]]] = {}
+    p_values: dict[tuple[str, str], float] = {}
+    for column, heading in columns.items():
+        mine = {name: row[column].measured for name, row in pairs.items() if name != DENSE and column in row}
+        ours = {name: measure for name, measure in mine.items() if measure is not None}
+        if len(ours) < 2:
+            continue
+        best = max(ours, key=lambda name: ours[name].estimate.value)
+        tested = []
+        for name, measure in ours.items():
+            difference = None if name == best else ours[best].minus(measure)
+            if difference is not None:
+                p_values[heading, name] = two_sided_p(difference)
+                tested.append(name)
+        if tested:
+            found[heading] = (best, tested)
+    if not p_values:
+        return []
+    corrected = dict(zip(p_values, holm_adjusted(list(p_values.values())), strict=True))
+    said = []
+    for heading, (best, tested) in found.items():
+        beaten = [name for name in tested if corrected[heading, name] <= 1 - LEVEL]
+        level = [name for name in tested if name not in beaten]
+        parts = [f"better than {', '.join(beaten)}"] if beaten else []
+        parts += [f"not shown to be better than {', '.join(level)}"] if level else []
+        said.append(f"{heading}: {best} {' and '.join(parts)}")
+    counted = f"{len(p_values)} comparison{'s' * (len(p_values) != 1)}"
+    return [f"Best measured, paired tests at 95 % corrected for {counted} (Holm). {'; '.join(said)}."]
 
 
 def _remarks(pairs: Mapping[str, Mapping[str, Pair]]) -> list[str]:

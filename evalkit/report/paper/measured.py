@@ -117,7 +117,7 @@ def measure(cells: Iterable[CellResult]) -> Measured:
     places: dict[tuple[Block, str, int | str], dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
     notes: list[str] = []
     for cell in cells:
-        place = _place(cell)
+        place = place_of(cell)
         if place is None:
             notes.append(f"in no table of the paper: {cell.label}")
         else:
@@ -136,7 +136,8 @@ def measure(cells: Iterable[CellResult]) -> Measured:
     return Measured({block: dict(table) for block, table in tables.items()}, unique(notes))
 
 
-def _place(cell: CellResult) -> tuple[Block, str, int | str] | None:
+def place_of(cell: CellResult) -> tuple[Block, str, int | str] | None:
+    """Table, method preset and column that a cell has a number for; None for a cell that is in no table."""
     task = cell.config.get("task", {})
     if task.get("name") == "ruler":
         return Block("ruler", model_label(cell)), preset(cell), int(task["length"])

@@ -151,7 +151,7 @@ function drawTables() {
 }
 
 const KINDS = {
-  failed: "failed", unfinished: "unfinished", suspect: "better than dense", torch: "torch reference", fallback: "dense fallback",
+  failed: "failed", unfinished: "unfinished", below: "below published", suspect: "better than dense", torch: "torch reference", fallback: "dense fallback",
   warning: "warning", note: "note",
 };
 
