@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InputError
@@ -43,7 +44,7 @@ def mark(rows: Rows, cells: Sequence[CellResult], folder: Path | None = None) ->
                 ours = f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]"
                 where = f"{row.model}, {row.task}, {row.length}"
                 notes.append(f"{NOTE}check {where}: {ours}, the paper prints {row.published:.2f}")
-    return Rows(rows.rows, notes, rows.provenance)
+    return replace(rows, notes=notes)
 
 
 def _published(cell: CellResult, numbers: Published) -> float | None:
