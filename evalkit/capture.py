@@ -100,6 +100,10 @@ class Recorder(Method):
         if self.watched is not None:
             self.watched.check_model(layers, heads)
 
+    def check_device(self, device: torch.device, dtype: torch.dtype, backend: str, page_size: int) -> None:
+        """Check the method that attends; the watched one only selects."""
+        self.method.check_device(device, dtype, backend, page_size)
+
     @property
     def chunk_problem(self) -> str | None:
         """That of either method."""

@@ -117,6 +117,7 @@ def _resolve(cell: Cell) -> Resolved:
     device = resolve_device(cell.execution.device)
     dtype = resolve_dtype(cell.model.dtype, device)
     backend = _backend(cell.execution.backend, device, dtype)
+    cell.method.check_device(device, dtype, cell.execution.backend, cell.execution.page_size)  # type: ignore[attr-defined]
     source = locate(cell.model)
     check_weights(cell, source.checksum)
     tokenizer = load_tokenizer(source, cell.model)

@@ -1,14 +1,16 @@
 """Prefill throughput of a model with 16 query heads a KV head that replays captured page ids.
 
 The real transformers class prefills a prompt in chunks over one paged cache. Attention is PageWeaver's complete call,
-regrouped in every call or not, or FlashInfer's paged decode with a request a query on the same pages of that cache.
-Weights are random: what is measured is time, and that all variants compute the same.
+regrouped in every call or not, or FlashInfer with a request a query on the same pages of that cache. Weights are
+random: what is measured is time, and that all variants compute the same. Variants run in turn, and gains are paired by
+round.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from prefill_kernels.bench.command import open_rows
 from prefill_kernels.bench.config import WrongResult
 from prefill_kernels.bench.native import NativePath, flashinfer_problem, left_out
 from prefill_kernels.bench.page_inputs import Selection, captured_pages
+from prefill_kernels.bench.pages import kv_name
+from prefill_kernels.bench.paired import faster
 from prefill_kernels.bench.rows import Rows
 from prefill_kernels.fp8 import E4M3_MAX, to_e4m3
 from torch import Tensor
@@ -26,7 +30,7 @@ from transformers.cache_utils import Cache
 
 from ..attention.cache import PagedLayer
 from .settings import PageModelBench
-from .ttft import build, timed
+from .ttft import build, in_turn
 
 NAME = "pageweaver-model"
 FIXED_SCALE = 16 / E4M3_MAX
@@ -78,19 +82,24 @@ def _measure(
     names: list[str],
 ) -> None:
     tokens = ids.shape[1]
-    seconds: dict[str, float] = {}
+    forwards: dict[str, PageForward] = {}
     values: dict[str, dict[str, float]] = {}
     base: Tensor | None = None
+    resident = _allocated(model)
     for name in names:
+        held = _allocated(model)
         try:
             forward = PageForward(settings, model, name, kv_dtype, selections, tokens)
+            if held is not None:
+                torch.cuda.reset_peak_memory_stats()
             logits = forward(ids)
+            if not bool(torch.isfinite(logits).all()):
+                raise WrongResult(f"{name} at {tokens} tokens: the logits are not finite")
             if base is None:
                 base = logits
             distance = float((logits.float() - base.float()).norm() / base.float().norm())
             if not distance <= TOLERANCE:
                 raise WrongResult(f"{name} at {tokens} tokens: logits are {distance:.2g} from those of {names[0]}")
-            seconds[name], peak = timed(forward, ids, settings.repeats)
         except torch.OutOfMemoryError as error:
             left_out(f"{name} at {tokens} tokens", error)
             continue
@@ -101,24 +110,37 @@ def _measure(
                 raise
             left_out(f"{name} at {tokens} tokens, {kv_dtype}", error)
             continue
-        measured = {"prefill": seconds[name], "throughput": tokens / seconds[name], "logit_distance": distance}
-        values[name] = measured | ({} if peak is None else {"peak_memory": peak})
-    for name, measured in values.items():
+        forwards[name], values[name] = forward, {"logit_distance": distance}
+        if held is not None and resident is not None:  # what the variants before it hold is not its own
+            values[name]["peak_memory"] = (torch.cuda.max_memory_allocated() - held + resident) / 2**30
+    # The second prefill of a variant is the first that compiles nothing and plans nothing.
+    in_turn(forwards, ids, 1)
+    seconds = in_turn(forwards, ids, settings.repeats)
+    for name, rounds in seconds.items():
+        spent = statistics.median(rounds)
+        measured = {"prefill": spent, "throughput": tokens / spent, **values[name]}
         if name != "original" and "original" in seconds:
-            measured["throughput_gain"] = seconds["original"] / seconds[name] - 1
+            measured |= faster(seconds["original"], rounds).metrics("throughput_gain")
         for other in ("flashinfer", "flashinfer_replan"):
             if other in seconds and not name.startswith("flashinfer"):
-                measured[f"throughput_over_{other}"] = seconds[other] / seconds[name] - 1
-        rows.add(NAME, name, tokens, setting(settings, kv_dtype, selections), **measured)
+                measured |= faster(seconds[other], rounds).metrics(f"throughput_over_{other}")
+        what = setting(settings, kv_dtype, selections, model.dtype)
+        rows.add(
+            NAME, name, tokens, f"{what}, {settings.native_backend}" if name.startswith("flash") else what, **measured
+        )
 
 
-def setting(settings: PageModelBench, kv_dtype: str, selections: list[Selection]) -> str:
+def _allocated(model: Qwen3ForCausalLM) -> int | None:
+    return torch.cuda.memory_allocated() if model.device.type == "cuda" else None
+
+
+def setting(settings: PageModelBench, kv_dtype: str, selections: list[Selection], dtype: torch.dtype) -> str:
     """As rows name it."""
     shape = f"Qwen3 class, {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads"
     ratio = f"on {settings.kv_heads} KV head{'s' if settings.kv_heads > 1 else ''}"
     chunk = "whole prompt" if settings.chunk is None else f"chunks of {settings.chunk}"
     replayed = f"{len(selections)} captured heads of {selections[0].source}"
-    precision = "bf16 KV" if kv_dtype == "model" else "fp8 KV at a fixed scale"
+    precision = kv_name(kv_dtype, dtype) + (" at a fixed scale" if kv_dtype == "fp8" else "")
     return f"{shape} {ratio}, random weights, {replayed}, {chunk}, {precision}"
 
 
@@ -149,7 +171,7 @@ class PageForward:
         self.backend = settings.backend
         if self.backend == "auto":
             self.backend = resolve_backend("auto", model.device, torch.bfloat16)
-        self.native = variant.startswith("flashinfer")
+        self.native, self.native_path = variant.startswith("flashinfer"), settings.native_backend
         self.cache = PageCache(
             settings.layers, settings.kv_heads, tokens, self.page_size, model.device, kv_dtype, turned=not self.native
         )
@@ -203,12 +225,14 @@ class PageForward:
         return out.transpose(1, 2), None
 
     def _native(self, plan: PagePlan, which: int, offset: int, q: Tensor, kv: PagedKV | Fp8KV, scale: float) -> Tensor:
-        """One decode call a KV head: its requests list pages of its own."""
+        """One call a KV head: its requests list pages of its own."""
         group, outputs = q.shape[1] // kv.num_kv_heads, []
         for head in range(kv.num_kv_heads):
             key = (which, offset, head)
             if key not in self._paths:
-                self._paths[key] = NativePath(plan, kv, heads=group, scale=scale, dtype=q.dtype, head=head)
+                self._paths[key] = NativePath(
+                    plan, kv, heads=group, scale=scale, dtype=q.dtype, path=self.native_path, head=head
+                )
             elif self.variant == "flashinfer_replan":
                 self._paths[key].replan()
             mine = slice(head, head + 1)

@@ -8,6 +8,7 @@ from prefill_kernels.bench.config import (
     BLOCK,
     CAPTURES,
     DENSE,
+    NATIVE_PATHS,
     PAGE_BACKENDS,
     SYNTHETIC,
     AttentionBench,
@@ -155,24 +156,28 @@ class PageModelBench(BenchSettings):
 
     Args:
         lengths: prompt lengths, each of a capture with the pages of all its queries.
-        repeats: measured prefills, after one that warms up.
+        repeats: measured rounds, in each of which every variant prefills once, after two that warm up. Gains are paired
+            by round and have a 95 % interval from 6 rounds on; of 9, one at each end may be an outlier.
         captures: files of ``evalkit capture`` with pages.
         variants: ``original`` (queries in their own order), ``online_64`` and ``online_128`` (regrouped in every call),
-            ``flashinfer`` (its paged decode, planned beforehand) and ``flashinfer_replan`` (planned in every call).
+            ``flashinfer`` (a request a query, planned beforehand) and ``flashinfer_replan`` (planned in every call).
         kv_dtypes: ``model`` (bfloat16) and ``fp8`` (a cache that quantises as it is written, at a fixed scale).
         chunk: tokens of a prefill chunk; None = the whole prompt in one call.
         backend: of the union kernel.
+        native_backend: what ``flashinfer`` runs, one of :data:`prefill_kernels.bench.config.NATIVE_PATHS`: the fastest
+            that ``bench pageweaver`` found. The product with the scale of V is part of it.
         layers, hidden, intermediate, heads, kv_heads, dim, vocab: the model; by default Qwen3-1.7B's with its 16 query
             heads on one KV head.
     """
 
     lengths: tuple[int, ...] = (8192, 32768, 65536)
-    repeats: int = 3
+    repeats: int = 9
     captures: tuple[str, ...] = CAPTURES
     variants: tuple[str, ...] = PAGE_VARIANTS
     kv_dtypes: tuple[str, ...] = ("model", "fp8")
     chunk: int | None = 8192
     backend: str = "auto"
+    native_backend: str = "decode:fa2"
     layers: int = 28
     hidden: int = 2048
     intermediate: int = 6144
@@ -192,6 +197,7 @@ class PageModelBench(BenchSettings):
         whole = self.chunk is None or (self.chunk >= BLOCK and self.chunk % BLOCK == 0)
         require(whole, "chunk", self.chunk, f"a multiple of {BLOCK} tokens, or null")
         require_choices("backend", [self.backend], ("auto", *PAGE_BACKENDS))
+        require_choices("native_backend", [self.native_backend], NATIVE_PATHS)
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "dim", "vocab"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
         require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")

@@ -13,7 +13,7 @@ import importlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,16 +142,36 @@ def timed(forward: Callable[[Tensor], Tensor], ids: Tensor, repeats: int) -> tup
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
+    seconds, logits = [], ids
     for _ in range(1 + repeats):
-        synchronize(ids.device)
-        begin = time.perf_counter()
-        logits = forward(ids)
-        synchronize(ids.device)
-        seconds.append(time.perf_counter() - begin)
+        spent, logits = once(forward, ids)
+        seconds.append(spent)
     if not bool(torch.isfinite(logits).all()):
         raise WrongResult("the logits are not finite")
     return statistics.median(seconds[1:]), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+
+
+def once(forward: Callable[[Tensor], Tensor], ids: Tensor) -> tuple[float, Tensor]:
+    """Seconds of one forward from start to end of the device's work, and its logits."""
+    synchronize(ids.device)
+    begin = time.perf_counter()
+    logits = forward(ids)
+    synchronize(ids.device)
+    return time.perf_counter() - begin, logits
+
+
+def in_turn(forwards: Mapping[str, Callable[[Tensor], Tensor]], ids: Tensor, rounds: int) -> dict[str, list[float]]:
+    """Seconds of several forwards round by round, each once in a round; every round begins with another one.
+
+    All of them have run before.
+    """
+    found: dict[str, list[float]] = {name: [] for name in forwards}
+    names = list(forwards)
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(once(forwards[name], ids)[0])
+    return found
 
 
 def synchronize(device: torch.device) -> None:

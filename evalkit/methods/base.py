@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from prefill_kernels import Capabilities, DensePlan, PagedKV, SparsePlan, TileStats
 from torch import Tensor
 
@@ -109,6 +110,15 @@ class Method(ABC):
         Args:
             layers: decoder layers of the model.
             heads: query heads of each layer.
+        """
+
+    def check_device(self, device: torch.device, dtype: torch.dtype, backend: str, page_size: int) -> None:  # noqa: B027
+        """Raise :class:`evalkit.errors.InputError` where a named kernel cannot run the method; any can by default.
+
+        Args:
+            device, dtype: of the model.
+            backend: ``execution.backend``.
+            page_size: ``execution.page_size``.
         """
 
     @property

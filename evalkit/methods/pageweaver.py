@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from prefill_kernels import Capabilities, PagedKV, PagePlan, PageStats, TileStats
-from prefill_kernels.page_attention import PAGE_BACKENDS
+from prefill_kernels.page_attention import PAGE_BACKENDS, page_backend_problem
 from prefill_kernels.page_select import FORCED, SUMMARIES, scored_products, select_pages
 from prefill_kernels.pages import CAPACITY, GROUP
 from torch import Tensor
@@ -33,10 +34,11 @@ class PageWeaver(Method):
         block_size: tile of the budget, tokens; chunks end on it.
         top_k: K, pages of a query and KV head; page 0 and the query's own page are always two of them. As many as a
             prompt has keep everything.
-        page_size: P, tokens of a page. The Hopper kernels need ``execution.page_size`` to be the same.
+        page_size: P, tokens of a page. The Hopper kernels need 128, and ``execution.page_size`` to be the same.
         summary: what stands for a page in the selector: its mean key, or ``minmax``, Quest's bound.
         regroup: window of the regrouping, ``64`` or ``128`` queries, or ``off``.
-        capacity: pages that the regrouping can hold; longer prompts run in their own order, and it is recorded.
+        capacity: pages that the regrouping can hold; longer prompts run in their own order, and it is recorded. Beyond
+            2048 pages, or with more than 256 selected ones, the search runs in torch, which is recorded too.
         kv_dtype: ``model`` (keys and values as cached) or ``fp8`` (E4M3, one scale a KV head; queries and weights too).
         union: kernel of the attention over unions; ``auto`` is what ``execution.backend`` says. ``cluster`` (two thread
             blocks that share each page load) can be had only here.
@@ -63,14 +65,32 @@ class PageWeaver(Method):
             raise InputError(
                 "method.top_k", self.top_k, f"{FORCED} or more pages: the sink and the query's own are always selected"
             )
-        if not 16 <= self.page_size <= 256 or self.page_size % 16:
-            raise InputError("method.page_size", self.page_size, "a multiple of 16 from 16 to 256 tokens")
+        least = 32 if self.kv_dtype == "fp8" else 16
+        if not least <= self.page_size <= 256 or self.page_size & (self.page_size - 1):
+            under = " under method.kv_dtype=fp8" if self.kv_dtype == "fp8" else ""
+            raise InputError("method.page_size", self.page_size, f"a power of two from {least} to 256 tokens{under}")
         choices = {"summary": SUMMARIES, "regroup": tuple(WINDOWS), "kv_dtype": KV_DTYPES, "union": UNIONS}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise InputError(f"method.{name}", getattr(self, name), near_matches(str(getattr(self, name)), allowed))
         if not 0 < self.capacity <= 32768 or self.capacity % 32:
             raise InputError("method.capacity", self.capacity, "a multiple of 32 pages, at most 32768")
+        if self.union in ("hopper", "cluster") and self.page_size != 128:
+            raise InputError("method.page_size", self.page_size, f"128 under method.union={self.union}")
+        if self.union == "cluster" and self.kv_dtype != "fp8":
+            raise InputError("method.kv_dtype", self.kv_dtype, "fp8 under method.union=cluster")
+
+    def check_device(self, device: torch.device, dtype: torch.dtype, backend: str, page_size: int) -> None:
+        """Refuse a named kernel that cannot run; what depends on the model's heads shows at its first call."""
+        name = self.kernel_backend(backend)
+        if name == "auto":
+            return
+        reason = page_backend_problem(
+            name, device, dtype, page_size=self.page_size, physical=page_size, fp8=self.kv_dtype == "fp8"
+        )
+        if reason:
+            field = "execution.backend" if self.union == "auto" else "method.union"
+            raise InputError(field, name, f"auto or torch here: {reason}")
 
     def select(self, q: Tensor, kv: PagedKV, context: PlanContext) -> Tensor:
         """Pages of each query and KV head, int32 [1, N, Hkv, K], -1 where a query has fewer."""

@@ -185,10 +185,11 @@ METHODS = (
 )  # fmt: skip
 PAGES = (
     "ms", "regroup ms", "union ms", "attention ms", "preparation %", "mean union", "useful %", "TF/s", "useful TF/s",
-    "gain %", "over FlashInfer", "over its fp8", "error", "also", "commit",
+    "gain %", "95 %", "over FlashInfer", "over its fp8", "error", "also", "commit",
 )  # fmt: skip
 PAGES_MODEL = (
-    "prefill s", "tokens/s", "over original %", "over FlashInfer %", "over replanned %", "peak GiB", "commit",
+    "prefill s", "tokens/s", "over original %", "95 %", "over FlashInfer %", "95 % of that", "over replanned %",
+    "peak GiB", "commit",
 )  # fmt: skip
 TTFT = ("TTFT s", "over FA2", "loss s", "peak GiB", "B_stage1 %", "B %", "commit")
 
@@ -199,10 +200,15 @@ ALSO: dict[str, tuple[str, float, str]] = {
     "skipped_over_live": ("skipped / live block {}", 1, "2"),
     "skipped_over_voting": ("with the vote on {}", 1, "2"),
     "host_ms": ("host {} ms", 1, "2"),
+    "graph_ms": ("CUDA graph {} ms", 1, "3"),
     "host_plan_ms": ("plan {} ms of the host, not in ms", 1, "1"),
     "mean_halves": ("halves {}", 1, "2"),
     "mean_imbalance": ("imbalance {}", 1, "2"),
     "break_even_preparation": ("gain gone at {} % preparation", 100, "1"),
+    "break_even_attention_speed": ("gain gone with the attention {} times as fast", 1, "1"),
+    "break_even_native_tflops": ("lead gone with FlashInfer at {} useful TF/s", 1, "0"),
+    "break_even_native_preparation": ("lead gone at {} % of its time as preparation", 100, "1"),
+    "regrouped": ("beyond the bitmaps: not regrouped", 1, "0"),
     "quantization_err": ("quantising KV {}", 1, "3"),
     "partials": ("partials {} GiB", 1, "2"),
     "reduction_ms": ("reduction {} ms", 1, "3"),
@@ -303,7 +309,7 @@ def _method_row(benchmarks: Benchmarks, point: Point) -> list[str]:
 def _also(metrics: Mapping[str, float]) -> str:
     """What is worth saying besides the columns."""
     found = [
-        text.format(f"{metrics[name] * factor:.{digits}f}")
+        text.format(_text(metrics[name], int(digits), factor))
         for name, (text, factor, digits) in ALSO.items()
         if name in metrics
     ]
@@ -322,6 +328,7 @@ def _pages_row(point: Point) -> list[str]:
         _text(metrics.get("useful_share"), 1, 100),
         *(_text(metrics.get(name), 0) for name in ("tflops", "useful_tflops")),
         _text(metrics.get("gain"), 2, 100),
+        _interval(metrics, "gain"),
         *(_text(metrics.get(name), 2) for name in ("speedup_flashinfer", "speedup_flashinfer_fp8")),
         _text(metrics.get("rel_err"), 4),
         _also(metrics),
@@ -338,7 +345,11 @@ def _pages_model_row(point: Point) -> list[str]:
         str(point.tokens),
         _text(metrics.get("prefill"), 3),
         _text(metrics.get("throughput"), 0),
-        *(_text(metrics.get(name), 2, 100) for name in gains),
+        _text(metrics.get(gains[0]), 2, 100),
+        _interval(metrics, gains[0]),
+        _text(metrics.get(gains[1]), 2, 100),
+        _interval(metrics, gains[1]),
+        _text(metrics.get(gains[2]), 2, 100),
         _text(metrics.get("peak_memory"), 1),
         ", ".join(point.commits),
     ]
@@ -361,7 +372,14 @@ def _ttft_row(benchmarks: Benchmarks, point: Point) -> list[str]:
 
 
 def _text(value: float | None, digits: int, factor: float = 1.0) -> str:
-    return DASH if value is None else f"{value * factor:.{digits}f}"
+    # The z: what rounds to zero has no sign.
+    return DASH if value is None else f"{value * factor:z.{digits}f}"
+
+
+def _interval(metrics: Mapping[str, float], name: str) -> str:
+    """The interval of a gain, in percent."""
+    ends = [metrics.get(f"{name}_{end}") for end in ("low", "high")]
+    return DASH if None in ends else " to ".join(_text(end, 2, 100) for end in ends)
 
 
 def grid(table: Table, style: str) -> str:

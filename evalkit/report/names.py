@@ -51,16 +51,32 @@ def method_labels(cells: Sequence[CellResult]) -> dict[str, str]:
     The in-kernel skip and the visiting order are left out where the skip is off, as the order changes nothing then.
     """
     values: dict[tuple[str, str], set[str]] = defaultdict(set)
+    origins: dict[tuple[str, str], set[str]] = defaultdict(set)
     for cell in cells:
-        for name, value in _knobs(cell):
-            values[cell.method, name].add(str(value))
+        for part, name, value in _knobs(cell):
+            values[cell.method, f"{part}.{name}"].add(str(value))
+            origins[cell.method, _short(name)].add(f"{part}.{name}")
+
+    def called(cell: CellResult, part: str, name: str) -> str:
+        """Its last word; with what is before it where two knobs of the method end alike."""
+        others = origins[cell.method, _short(name)]
+        if len(others) == 1:
+            return _short(name)
+        apart = len({other.partition(".")[2] for other in others}) == len(others)
+        return name if apart and "." in name else f"{part}.{name}"
 
     def label(cell: CellResult, idle: tuple[str, ...]) -> str:
         named = {word.partition("=")[0] for word in cell.label.split() if "=" in word}
         shown = [
-            f"{_short(name)}={_text(value)}"
-            for name, value in _knobs(cell)
-            if value is not None and name not in idle and (name in named or len(values[cell.method, name]) > 1)
+            f"{called(cell, part, name)}={_text(value)}"
+            for part, name, value in _knobs(cell)
+            if value is not None
+            and name not in idle
+            # A word of the cell's own label may be any knob of that name; the method's counts.
+            and (
+                (name in named and (part == "method" or f"method.{name}" not in origins[cell.method, _short(name)]))
+                or len(values[cell.method, f"{part}.{name}"]) > 1
+            )
         ]
         return " ".join([cell.method, *shown])
 
@@ -89,13 +105,14 @@ def _order(cell: CellResult) -> str:
     return str(cell.config["method"].get("order") or "") if _skips(cell) else ""
 
 
-def _knobs(cell: CellResult) -> Iterator[tuple[str, Any]]:
+def _knobs(cell: CellResult) -> Iterator[tuple[str, str, Any]]:
+    """What can tell cells of a method apart, as (``method`` or ``execution``, name, value)."""
     for name, value in flat(cell.config.get("method", {})):
         if name not in ("name", "calibration"):  # the calibrated value is shown, not its file
-            yield name, value
+            yield "method", name, value
     for name, value in flat(cell.identity["execution"]):
         if name != "threads":
-            yield name, value
+            yield "execution", name, value
 
 
 def _short(name: str) -> str:

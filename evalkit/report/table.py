@@ -39,7 +39,7 @@ def number(value: float | None, digits: int, *, sign: bool = False) -> str:
     plus = "+" if sign else ""
     if math.isinf(value) or abs(value) >= 1e6:
         return f"{value:{plus}.2g}"
-    return f"{value:{plus}.{digits}f}"
+    return f"{value:{plus}z.{digits}f}"  # z: never minus zero
 
 
 def _interval(low: float | None, high: float | None, digits: int, *, sign: bool = False) -> str:

@@ -32,7 +32,7 @@ class Executed:
 
     Attributes:
         counts: calls by stage (``proxy``, ``select`` or ``attention``) and backend.
-        refused: why ``auto`` passed a faster backend over, by stage and that backend; the last reason of each.
+        refused: why a faster backend was passed over, by stage and that backend; the last reason of each.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -57,6 +57,12 @@ def record_call(stage: str, backend: str) -> None:
     """Tell :func:`executed` of one call."""
     if (found := _watcher.get()) is not None:
         found.counts[stage, backend] += 1
+
+
+def record_refusal(stage: str, backend: str, reason: str) -> None:
+    """Tell :func:`executed` why a backend was passed over."""
+    if (found := _watcher.get()) is not None:
+        found.refused[stage, backend] = reason
 
 
 def resolve_backend(backend: str, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
@@ -102,8 +108,7 @@ def choose_backend(stage: str, backend: str, device: torch.device, refusals: Map
             if (reason := refusal()) is None:
                 chosen = name
                 break
-            if (found := _watcher.get()) is not None:
-                found.refused[stage, name] = reason
+            record_refusal(stage, name, reason)
     elif backend not in ("auto", "torch"):
         chosen = backend if backend in refusals else "triton"
         if (reason := refusals[chosen]()) is not None:

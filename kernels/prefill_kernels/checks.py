@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .paged import PagedKV
+
+if TYPE_CHECKING:
+    from .fp8 import Fp8KV
 
 
 def check_scale(scale: float) -> None:
@@ -30,6 +34,13 @@ def check_offset(q_offset: int, block_size: int) -> None:
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q [B, Hq, Lq, d] can attend to k and v [..., Hkv, d], heads next to last."""
+    check_shapes(q, k, v)
+    if not q.shape[2]:
+        raise ValueError("q_len=0: must be at least 1")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What :func:`check_heads` asks, but for the number of queries, which may be 0."""
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q {tuple(q.shape)}, keys {tuple(k.shape)}: must have 4 dimensions each")
     if v.shape != k.shape:
@@ -38,8 +49,6 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"head_dim={q.shape[3]} of q: must be that of the keys, {k.shape[3]}")
     if not k.shape[2] or not q.shape[1] or q.shape[1] % k.shape[2]:
         raise ValueError(f"{q.shape[1]} query heads: must be a multiple of {k.shape[2]} KV heads")
-    if not q.shape[2]:
-        raise ValueError("q_len=0: must be at least 1")
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"keys on {k.device}, values on {v.device}: must lie with q on {q.device}")
 
@@ -64,23 +73,42 @@ def check_operands(q: Tensor, kv: PagedKV, *, scale: float, q_offset: int = 0, b
         raise ValueError(f"kv_len={kv.kv_len}: must be q_offset + q_len = {q_offset + q.shape[2]}")
     if table.ndim != 2 or table.shape[0] != q.shape[0]:
         raise ValueError(f"page_table {tuple(table.shape)}: must be [B, pages] with the B = {q.shape[0]} of q")
+    check_page_table(kv, q.device)
+    check_scale(scale)
+
+
+def check_page_table(kv: PagedKV | Fp8KV, device: torch.device) -> None:
+    """Raise ValueError unless a page table of two dimensions holds ``kv_len`` tokens and kernels can read it."""
+    table = kv.page_table
     if table.shape[1] * kv.page_size < kv.kv_len:
         raise ValueError(
             f"page_table {tuple(table.shape)}: pages of {kv.page_size} tokens do not hold kv_len={kv.kv_len}"
         )
-    if table.dtype != torch.int32 or table.device != q.device or (table.shape[1] > 1 and table.stride(1) != 1):
+    if table.dtype != torch.int32 or table.device != device or (table.shape[1] > 1 and table.stride(1) != 1):
         raise ValueError(
-            f"page_table of {table.dtype} on {table.device}: must be int32 with contiguous rows, on {q.device}"
+            f"page_table of {table.dtype} on {table.device}: must be int32 with contiguous rows, on {device}"
         )
-    check_scale(scale)
 
 
-def check_table(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError unless a tensor of a plan, a mask or scores has this shape and dtype and lies there."""
+def check_table(
+    name: str,
+    found: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    contiguous: bool = False,
+) -> None:
+    """Raise ValueError unless a tensor of a plan, a mask or scores has this shape and dtype and lies there.
+
+    With ``contiguous`` it must be that too: kernels that take no strides of it read it as if it were.
+    """
     if tuple(found.shape) != shape:
         raise ValueError(f"{name} {tuple(found.shape)}: must be {shape}")
     if found.dtype != dtype or found.device != device:
         raise ValueError(f"{name} of {found.dtype} on {found.device}: must be {dtype} on {device}")
+    if contiguous and not found.is_contiguous():
+        raise ValueError(f"{name} with strides {found.stride()}: must be contiguous")
 
 
 def check_share(name: str, value: float, *, most: float = math.inf) -> None:

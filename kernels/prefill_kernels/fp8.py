@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .checks import check_table
 from .paged import PagedKV
 
 E4M3_MAX = 448.0
@@ -20,6 +21,10 @@ class Fp8KV:
 
     FP8 matrix instructions of Hopper want both operands contiguous along the summed dimension, which for P V is the
     token: V is stored transposed.
+
+    Slots of ``vt_pages`` that hold no token must hold finite numbers, best zeros, as :func:`quantize_kv` writes them:
+    kernels multiply whole pages, and a weight of 0 times NaN is NaN. What such slots of ``k_pages`` hold does not
+    matter.
 
     Attributes:
         k_pages: float8_e4m3fn [Pn, page, Hkv, d].
@@ -56,6 +61,16 @@ class Fp8KV:
         """Values as [Pn, page, Hkv, d], a view that is not contiguous."""
         return self.vt_pages.permute(0, 3, 1, 2)
 
+    def check_shapes(self) -> None:
+        """Raise ValueError naming what does not belong together: shapes, dtypes and devices, not what they hold."""
+        if self.k_pages.ndim != 4:
+            raise ValueError(f"k_pages {tuple(self.k_pages.shape)}: must be [Pn, page, Hkv, d]")
+        pool, page, heads, dim = self.k_pages.shape
+        check_table("k_pages", self.k_pages, (pool, page, heads, dim), torch.float8_e4m3fn, self.device)
+        check_table("vt_pages", self.vt_pages, (pool, heads, dim, page), torch.float8_e4m3fn, self.device)
+        for name in ("k_scale", "v_scale"):
+            check_table(name, getattr(self, name), (heads,), torch.float32, self.device, contiguous=True)
+
     def dequantize(self) -> PagedKV:
         """The numbers that the quantised pages stand for, float32."""
         k = self.k_pages.float() * self.k_scale[:, None]
@@ -68,21 +83,27 @@ def quantize_kv(
 ) -> Fp8KV:
     """Quantise a cache, one scale a KV head: amax / 448 over the valid tokens, 1 where amax is 0.
 
-    Slots that hold no token become 0, whatever they held. A NaN among the tokens stays one. Nothing is read back to
-    the host.
+    Slots that hold no token become 0, whatever they held and whatever the scale is. A NaN among the tokens stays one.
+    Nothing is read back to the host.
 
     Args:
         kv: pages of any floating dtype.
         k_scale, v_scale: float32 [Hkv] to use in place of the measured ones; larger numbers saturate.
         kv_lens: int32 [B], tokens of each sequence; ``kv.kv_len`` for all where it is left out.
+
+    Raises:
+        ValueError: a scale of another shape, dtype or device.
     """
+    for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if given is not None:
+            check_table(name, given, (kv.num_kv_heads,), torch.float32, kv.device, contiguous=True)
     valid = _valid_slots(kv, kv_lens)[:, :, None, None]
 
     def quantized(pages: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         numbers = torch.where(valid, pages, 0).float()
         if scale is None:
             scale = _scale(numbers.abs().amax((0, 1, 3)))
-        return to_e4m3(numbers / scale[:, None]), scale
+        return to_e4m3(torch.where(valid, numbers / scale[:, None], 0)), scale
 
     k, k_scale = quantized(kv.k_pages, k_scale)
     v, v_scale = quantized(kv.v_pages, v_scale)

@@ -9,9 +9,17 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .backends import BackendUnavailable, choose_backend, hopper_problem, record_call, triton_problem
+from .backends import (
+    BackendUnavailable,
+    choose_backend,
+    hopper_problem,
+    record_call,
+    record_refusal,
+    triton_problem,
+    triton_refusal,
+)
 from .capabilities import provides
-from .checks import check_scale
+from .checks import check_page_table, check_scale, check_shapes
 from .fp8 import E4M3_MAX, Fp8KV, quantize_kv, quantize_rows, to_e4m3
 from .page_stats import PageStats, page_stats
 from .paged import PagedKV
@@ -59,8 +67,9 @@ def page_attention(
         kv: keys and values; ``page_table`` is [R, M].
         plan: selections.
         scale: softmax scaling of the model.
-        backend: ``auto`` or one of :data:`PAGE_BACKENDS`, for the attention; search and preparation run in Triton
-            wherever the attention does not run in torch.
+        backend: ``auto`` or one of :data:`PAGE_BACKENDS`, for the attention. Under a named one other than ``torch``
+            search, preparation and counts run in Triton, each in torch where Triton refuses the call (many pages, many
+            ids a query), of which :func:`prefill_kernels.executed` tells.
         stats: count too; without it the second result is None.
 
     Returns:
@@ -71,17 +80,29 @@ def page_attention(
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     check_call(q, kv, plan, scale)
-    preparation = "triton" if backend in ("hopper", "cluster") else backend
     if plan.kv_dtype == "fp8" and isinstance(kv, PagedKV):
         kv = quantize_kv(kv, kv_lens=plan.kv_lens)
-    ids = regroup_queries(plan, backend=preparation)
-    unions = prepare_unions(plan, ids, backend=preparation)
     chosen = resolve_page_backend(q, kv, plan, backend)
-    out = union_attention(q, kv, plan, unions, scale=scale, backend=chosen)
+    searched = regroups(plan)
+    search = _prepared_by("regroup", "triton_regroup", plan, backend) if searched else "torch"
+    ids = regroup_queries(plan, backend=search)
+    unions = prepare_unions(plan, ids, backend=_prepared_by("union", "triton_unions", plan, backend))
+    out = _attend(q, kv, plan, unions, scale, chosen)
     if not stats:
         return out, None
-    counts = page_stats(plan, unions, q.shape[1], regrouped=regroups(plan), backend=preparation)
+    counting = _prepared_by("count", "triton_unions", plan, backend)
+    counts = page_stats(plan, unions, q.shape[1], regrouped=searched, backend=counting)
     return out, replace(counts, backend=chosen)
+
+
+def _prepared_by(stage: str, module: str, plan: PagePlan, backend: str) -> str:
+    """What runs a part of the preparation where the attention was asked of ``backend``."""
+    if backend in ("auto", "torch"):
+        return backend
+    if (reason := triton_refusal(module, plan)()) is None:
+        return "triton"
+    record_refusal(stage, "triton", reason)
+    return "torch"
 
 
 def union_attention(
@@ -111,7 +132,12 @@ def union_attention(
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     check_call(q, kv, plan, scale)
-    chosen = resolve_page_backend(q, kv, plan, backend)
+    unions.check_shapes(plan)
+    return _attend(q, kv, plan, unions, scale, resolve_page_backend(q, kv, plan, backend))
+
+
+def _attend(q: Tensor, kv: PagedKV | Fp8KV, plan: PagePlan, unions: Unions, scale: float, chosen: str) -> Tensor:
+    """:func:`union_attention` on the backend that runs it."""
     if chosen == "torch":
         return _union_torch(q, kv, plan, unions, scale)
     q = q if q.stride(3) == 1 else q.contiguous()
@@ -148,14 +174,43 @@ def resolve_page_backend(q: Tensor, kv: PagedKV | Fp8KV, plan: PagePlan, backend
             return f"this Triton has no usable Gluon ({error})"
         return hopper_page_attention.problem(q, kv, plan)
 
-    def triton_refusal() -> str | None:
+    def plain_refusal() -> str | None:
         if reason := triton_problem():
             return reason
         from . import triton_page_attention
 
         return triton_page_attention.problem(q, kv, plan)
 
-    return choose_backend("attention", backend, q.device, {"hopper": hopper_refusal, "triton": triton_refusal})
+    return choose_backend("attention", backend, q.device, {"hopper": hopper_refusal, "triton": plain_refusal})
+
+
+def page_backend_problem(
+    backend: str, device: torch.device, dtype: torch.dtype, *, page_size: int, physical: int, fp8: bool
+) -> str | None:
+    """Why a named backend of :func:`union_attention` cannot run on a device, whatever the model, or None.
+
+    Args:
+        backend: one of :data:`PAGE_BACKENDS`.
+        device: where the tensors will lie.
+        dtype: of the queries, and of the cache unless ``fp8``.
+        page_size: P, tokens of a logical page.
+        physical: tokens of a physical page.
+        fp8: E4M3 keys and values.
+    """
+    # One query, of a shape that every kernel takes.
+    q = torch.empty(1, 1, 1, 128, dtype=dtype, device=device)
+    pool = torch.empty(1, physical, 1, 128, dtype=torch.float8_e4m3fn if fp8 else dtype, device=device)
+    table = torch.zeros(1, max(1, page_size // physical), dtype=torch.int32, device=device)
+    kv: PagedKV | Fp8KV = PagedKV(pool, pool, table, 1)
+    if fp8:
+        one = torch.ones(1, device=device)
+        kv = Fp8KV(pool, pool.permute(0, 2, 3, 1).contiguous(), one, one, table, 1)
+    plan = PagePlan.for_prompt(torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device), page_size, 0, 1)
+    try:
+        resolve_page_backend(q, kv, plan, backend)
+    except BackendUnavailable as error:
+        return str(error).partition(": ")[2]
+    return None
 
 
 def attend_pages(q: Tensor, kv: PagedKV | Fp8KV, plan: PagePlan, scale: float) -> Tensor:
@@ -197,27 +252,25 @@ def attend_pages(q: Tensor, kv: PagedKV | Fp8KV, plan: PagePlan, scale: float) -
 
 
 def check_call(q: Tensor, kv: PagedKV | Fp8KV, plan: PagePlan, scale: float) -> None:
-    """Raise ValueError unless queries, cache and plan belong together and ``scale`` is above 0."""
+    """Raise ValueError unless queries, cache and plan belong together and ``scale`` is above 0.
+
+    From what the host knows: shapes, dtypes, devices and strides, never what a tensor holds.
+    """
     plan.check_shapes()
+    if isinstance(kv, Fp8KV):
+        kv.check_shapes()
     if q.dim() != 4 or q.shape[0] != 1 or q.shape[2] != plan.length:
         raise ValueError(f"q {tuple(q.shape)}: must be [1, Hq, N = {plan.length}, d]")
     if kv.num_kv_heads != plan.num_kv_heads:
         raise ValueError(f"{kv.num_kv_heads} KV heads: the plan is for {plan.num_kv_heads}")
-    if not q.shape[1] or q.shape[1] % kv.num_kv_heads:
-        raise ValueError(f"{q.shape[1]} query heads: must be a multiple of {kv.num_kv_heads} KV heads")
-    if q.shape[3] != kv.k_pages.shape[3]:
-        raise ValueError(f"head_dim={q.shape[3]} of q: must be that of the keys, {kv.k_pages.shape[3]}")
-    if kv.device != q.device or plan.pages.device != q.device:
-        raise ValueError(f"cache on {kv.device}, plan on {plan.pages.device}: must lie with q on {q.device}")
-    if kv.page_table.shape[1] * kv.page_size < plan.max_kv_len:
-        raise ValueError(
-            f"page_table {tuple(kv.page_table.shape)}: pages of {kv.page_size} tokens do not hold "
-            f"max_kv_len={plan.max_kv_len}"
-        )
+    check_shapes(q, kv.k_pages, kv.v_pages)
+    if plan.pages.device != q.device:
+        raise ValueError(f"plan on {plan.pages.device}: must lie with q on {q.device}")
     if kv.kv_len != plan.max_kv_len:
         raise ValueError(f"kv_len={kv.kv_len}: the plan is for max_kv_len={plan.max_kv_len}")
-    if kv.page_table.shape[0] != plan.requests:
-        raise ValueError(f"page_table {tuple(kv.page_table.shape)}: must lead with R = {plan.requests}")
+    if kv.page_table.ndim != 2 or kv.page_table.shape[0] != plan.requests:
+        raise ValueError(f"page_table {tuple(kv.page_table.shape)}: must be [R, pages] with R = {plan.requests}")
+    check_page_table(kv, q.device)
     check_scale(scale)
 
 

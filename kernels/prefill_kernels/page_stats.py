@@ -10,6 +10,7 @@ from torch import Tensor
 from .backends import choose_backend, triton_refusal
 from .pages import GROUP, STATS_TILE, PagePlan, canonical_rows, visible_tokens
 from .plans import TileStats
+from .regroup import beyond_capacity
 from .unions import Unions
 
 HALF = GROUP // 2
@@ -28,7 +29,9 @@ class PageStats(TileStats):
         half_pages: int64 [Hkv], sum of |U_G0| + |U_G1|, G0 and G1 being the first and the last four slots.
         imbalance: int64 [Hkv], sum of ||U_G0| - |U_G1||.
         groups: execution groups of one KV head.
-        regrouped: whether the order was searched for; False where it was not asked for or the context is too long.
+        regrouped: whether orders were searched for; False where it was not asked for or the one request is too long.
+        beyond_capacity: requests that were to be regrouped and kept their order, having more pages than the capacity;
+            a scalar on the device where only the device can tell (:func:`prefill_kernels.regroup.beyond_capacity`).
     """
 
     member_pages: Tensor
@@ -37,6 +40,7 @@ class PageStats(TileStats):
     imbalance: Tensor
     groups: int
     regrouped: bool
+    beyond_capacity: int | Tensor
 
 
 def page_stats(plan: PagePlan, unions: Unions, q_heads: int, *, regrouped: bool, backend: str = "auto") -> PageStats:
@@ -48,8 +52,12 @@ def page_stats(plan: PagePlan, unions: Unions, q_heads: int, *, regrouped: bool,
         q_heads: query heads, a multiple of Hkv.
         regrouped: as :func:`prefill_kernels.regroups` says.
         backend: see :func:`prefill_kernels.resolve_backend`.
-    """
 
+    Raises:
+        ValueError: the unions are not of such a plan.
+        BackendUnavailable: a backend asked for by name cannot run the call.
+    """
+    unions.check_shapes(plan)
     if (
         choose_backend("count", backend, plan.pages.device, {"triton": triton_refusal("triton_unions", plan)})
         == "triton"
@@ -76,6 +84,7 @@ def page_stats(plan: PagePlan, unions: Unions, q_heads: int, *, regrouped: bool,
         imbalance=imbalance,
         groups=plan.groups,
         regrouped=regrouped,
+        beyond_capacity=beyond_capacity(plan),
     )
 
 

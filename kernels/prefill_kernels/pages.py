@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_table
+
 GROUP = 8
 """g, queries of an execution group."""
 CAPACITY = 512
@@ -32,12 +34,13 @@ class PagePlan:
         pages: int32 [1, N, Hkv, K], selected logical pages, shared by the query heads of the KV head. Any id < 0 or
             >= ceil(L_r / P) is invalid; order is free and duplicates are allowed.
         page_size: P, tokens of a logical page.
-        positions: int32 [N], causal position c_i of each query inside its request.
-        kv_lens: int32 [R], keys L of each request.
+        positions: int32 [N], contiguous, causal position c_i of each query inside its request.
+        kv_lens: int32 [R], contiguous, keys L of each request.
         cu_seqlens: R + 1 offsets of the requests along N, on the host, so that no launch waits for the device.
         max_kv_len: the largest L, on the host.
         regroup: W, queries of a search window; 0 keeps the original order.
-        capacity: pages that the bitmaps of the search hold, a multiple of 32; longer contexts keep the original order.
+        capacity: pages that the bitmaps of the search hold, a multiple of 32; a request of more keeps its original
+            order, whatever others of the call do.
         kv_dtype: ``model`` (keys and values as cached) or ``fp8`` (E4M3, one scale a KV head).
     """
 
@@ -111,20 +114,18 @@ class PagePlan:
             raise ValueError("positions: must not be negative")
 
     def check_shapes(self) -> None:
-        """Raise ValueError naming the field whose shape, dtype or value is wrong, from what the host knows."""
+        """Raise ValueError naming the field whose shape, dtype, device or value is wrong, from what the host knows."""
         if self.pages.dim() != 4 or self.pages.shape[0] != 1 or self.pages.shape[3] < 1:
             raise ValueError(f"pages {tuple(self.pages.shape)}: must be [1, N, Hkv, K] with K at least 1")
-        for name in ("pages", "positions", "kv_lens"):
-            if getattr(self, name).dtype != torch.int32:
-                raise ValueError(f"{name}: must be int32, not {getattr(self, name).dtype}")
+        if self.pages.dtype != torch.int32:
+            raise ValueError(f"pages: must be int32, not {self.pages.dtype}")
         offsets = self.cu_seqlens
         if len(offsets) < 2 or offsets[0] or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
             raise ValueError(f"cu_seqlens={offsets}: must begin with 0 and ascend")
         if self.length != self.pages.shape[1]:
             raise ValueError(f"cu_seqlens={offsets}: must end with N = {self.pages.shape[1]}")
         for name, count in (("positions", self.length), ("kv_lens", self.requests)):
-            if getattr(self, name).shape != (count,):
-                raise ValueError(f"{name} {tuple(getattr(self, name).shape)}: must be [{count}]")
+            check_table(name, getattr(self, name), (count,), torch.int32, self.pages.device, contiguous=True)
         if self.page_size < 1:
             raise ValueError(f"page_size={self.page_size}: must be above 0")
         if self.regroup not in REGROUP_WINDOWS:

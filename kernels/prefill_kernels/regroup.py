@@ -36,16 +36,34 @@ def greedy_order(supports: Sequence[set[int]], group: int = GROUP) -> list[int]:
 
 
 def regroups(plan: PagePlan) -> bool:
-    """Whether a call regroups: a window is asked for, and every page of the longest request fits the bitmaps."""
-    return plan.regroup > 0 and plan.num_pages <= plan.capacity
+    """Whether a call searches: a window is asked for, and the pages of a request may fit the bitmaps.
+
+    The host knows the longest request alone. Of several, each is judged on the device: see :func:`beyond_capacity`.
+    """
+    return plan.regroup > 0 and (plan.requests > 1 or plan.num_pages <= plan.capacity)
+
+
+def beyond_capacity(plan: PagePlan) -> int | Tensor:
+    """Requests that were to be regrouped and have more pages than the capacity, so that they keep their order.
+
+    A scalar on the device (int64) where the host cannot tell: several requests, of which the longest is too long.
+    """
+    if not plan.regroup or plan.num_pages <= plan.capacity:
+        return 0
+    return 1 if plan.requests == 1 else (~_fits(plan)).sum()
+
+
+def _fits(plan: PagePlan) -> Tensor:
+    """Whether the pages of each request fit the bitmaps, bool [R]."""
+    return -(-plan.kv_lens // plan.page_size) <= plan.capacity
 
 
 def regroup_queries(plan: PagePlan, *, backend: str = "auto") -> Tensor:
     """Query of each execution slot by Algorithm 1, searched anew for every call.
 
     Windows begin at the first query of each request's chunk and never leave it. Pages wholly beyond a query's causal
-    position leave its support before costs are computed. Deterministic; a bijection within each request. Where
-    :func:`regroups` is false the order is the original one.
+    position leave its support before costs are computed. Deterministic; a bijection within each request. A request of
+    more pages than the capacity keeps its original order, whatever the others do.
 
     Args:
         plan: selections; ``regroup`` is the window and ``capacity`` the limit.
@@ -55,8 +73,10 @@ def regroup_queries(plan: PagePlan, *, backend: str = "auto") -> Tensor:
         int32 [Hkv, G * 8]: index along N of the query of each slot, -1 in the slots after a request's last query.
 
     Raises:
+        ValueError: the plan is broken.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
+    plan.check_shapes()
     device = plan.pages.device
     if not regroups(plan) or plan.length == 0:
         return identity_ids(plan.cu_seqlens, plan.num_kv_heads, device)
@@ -76,7 +96,10 @@ def _regroup_torch(plan: PagePlan) -> Tensor:
     place = torch.arange(size, device=support.device)
     exists = place < count[:, None]
     query = torch.where(exists, first[:, None] + place, 0)
-    flags = support[query].permute(2, 0, 1, 3).float() * exists[..., None]  # [Hkv, windows, W, M]
+    # Empty supports keep their order; no page of a request that fits lies beyond the capacity.
+    searched = exists & _fits(plan)[table[:, 3], None]
+    support = support[..., : plan.capacity]
+    flags = support[query].permute(2, 0, 1, 3).float() * searched[..., None]  # [Hkv, windows, W, M]
     used = (~exists).expand(heads, -1, -1).clone()
     union = flags.new_zeros(*flags.shape[:2], flags.shape[3])
     sizes = flags.sum(-1)

@@ -22,6 +22,8 @@ try:
 except ImportError:  # a Triton built for other devices alone
     libdevice = None
 
+WARPS = {64: 2, 128: 4}
+"""Warps of a program by its window, a thread a query; entries may be changed to measure others."""
 MAX_WORDS = 64
 """Words of a bitmap that stay in registers: 2048 pages."""
 
@@ -62,11 +64,12 @@ def _size(words, WORDS: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def regroup_kernel(
     pages, positions, kv_lens, windows, bitmaps, ids,
-    pages_query, pages_head, ids_head, page_size,
+    pages_query, pages_head, ids_head, page_size, capacity,
     K: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Order one window of one head. ``windows`` holds first query, queries, first slot, request of each.
 
+    A window of a request with more pages than ``capacity`` keeps its order, and is not searched.
     ``bitmaps`` is scratch, int64 [heads, windows, W, WORDS / 2].
     """
     window = tl.program_id(0)
@@ -75,6 +78,7 @@ def regroup_kernel(
     count = tl.load(windows + window * 4 + 1)
     slot = tl.load(windows + window * 4 + 2)
     length = tl.load(kv_lens + tl.load(windows + window * 4 + 3))
+    fits = (length + page_size - 1) // page_size <= capacity
     place = tl.arange(0, W)
     exists = place < count
     position = tl.load(positions + first + place, mask=exists, other=-1)
@@ -106,8 +110,8 @@ def regroup_kernel(
         both = tl.load(bitmaps + place * (WORDS // 2) + w)
         words = words + (both.to(tl.int32), (both >> 32).to(tl.int32))  # type: ignore[assignment]
 
-    rank = tl.full([W], -1, tl.int32)
-    for start in range(0, count, GROUP):
+    rank = tl.where(fits, -1, place)
+    for start in range(0, tl.where(fits, count, 0), GROUP):
         left = words
         cost = tl.zeros([W], tl.int32)  # the seed is the lowest remaining id
         for member in range(start, tl.minimum(start + GROUP, count)):
@@ -133,20 +137,25 @@ def refusal(plan: PagePlan) -> str | None:
     # Ids have one dtype; only the machine is asked for.
     if problem := half_problem(plan.pages.device, torch.float16):
         return problem
-    if plan.num_pages > MAX_WORDS * 32:
-        return f"{plan.num_pages} pages: bitmaps of more than {MAX_WORDS * 32} bits do not stay in registers"
+    if bits(plan) > MAX_WORDS * 32:
+        return f"{bits(plan)} pages: bitmaps of more than {MAX_WORDS * 32} bits do not stay in registers"
     if plan.width > 256:
         return f"{plan.width} pages a query: at most 256"
     return None
 
 
+def bits(plan: PagePlan) -> int:
+    """Pages that the bitmaps of a call must hold; requests of more are not searched."""
+    return min(plan.num_pages, plan.capacity)
+
+
 def launch_options(window: int) -> dict[str, int]:
-    """Fixed launch table: a thread a query."""
-    return {"num_warps": window // 32}
+    """Fixed launch table."""
+    return {"num_warps": WARPS[window]}
 
 
 def words_for(pages: int) -> int:
-    """32-bit words of a bitmap: a power of two that holds the pages of this call, at least two."""
+    """32-bit words of a bitmap: a power of two that holds so many pages, at least two."""
     return max(2, triton.next_power_of_2(-(-pages // 32)))
 
 
@@ -155,7 +164,7 @@ def regroup_triton(plan: PagePlan) -> Tensor:
     heads, size, device = plan.num_kv_heads, plan.regroup, plan.pages.device
     pages = plan.pages if plan.pages.stride(3) == 1 else plan.pages.contiguous()
     table = search_windows(plan.cu_seqlens, size, device)
-    words = words_for(plan.num_pages)
+    words = words_for(bits(plan))
     bitmaps = torch.empty(heads, len(table), size, words // 2, dtype=torch.int64, device=device)
     ids = torch.empty(heads, plan.groups * GROUP, dtype=torch.int32, device=device)
     regroup_kernel[(len(table), heads)](
@@ -169,6 +178,7 @@ def regroup_triton(plan: PagePlan) -> Tensor:
         pages.stride(2),
         ids.stride(0),
         plan.page_size,
+        plan.capacity,
         K=plan.width,
         W=size,
         WORDS=words,

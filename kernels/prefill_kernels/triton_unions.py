@@ -125,7 +125,6 @@ def unions_triton(plan: PagePlan, ids: Tensor) -> Unions:
     """:func:`prefill_kernels.prepare_unions` in plain Triton."""
     heads, groups, device = plan.num_kv_heads, plan.groups, plan.pages.device
     selected = plan.pages if plan.pages.stride(3) == 1 else plan.pages.contiguous()
-    ids = ids if ids.stride(1) == 1 else ids.contiguous()
     width = GROUP * plan.width
     pages = torch.empty(heads, groups, width, dtype=torch.int32, device=device)
     members = torch.empty_like(pages)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, triton_refusal
+from .checks import check_table
 from .pages import GROUP, PagePlan, group_requests, page_support
 
 
 @dataclass(frozen=True)
 class Unions:
     """What an execution group walks. Pages are logical, of the group's request.
+
+    All are contiguous.
 
     Attributes:
         ids: int32 [Hkv, G * 8], original query index (along N) of each execution slot, -1 in tail slots.
@@ -30,6 +33,20 @@ class Unions:
     count: Tensor
     requests: Tensor
 
+    def check_shapes(self, plan: PagePlan) -> None:
+        """Raise ValueError unless shapes, dtypes and devices are those of a plan. What they hold is not read."""
+        heads, groups, width = plan.num_kv_heads, plan.groups, GROUP * plan.width
+        shapes = {
+            "ids": (heads, groups * GROUP),
+            "pages": (heads, groups, width),
+            "members": (heads, groups, width),
+            "count": (heads, groups),
+            "requests": (groups,),
+        }
+        for name, shape in shapes.items():
+            found, where = getattr(self, name), plan.pages.device
+            check_table(f"{name} of the unions", found, shape, torch.int32, where, contiguous=True)
+
 
 def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Unions:
     """Gather the selections of each group through its ids, once each, with membership bits by execution slot.
@@ -40,11 +57,12 @@ def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Uni
         backend: see :func:`prefill_kernels.resolve_backend`.
 
     Raises:
-        ValueError: ``ids`` has another shape.
+        ValueError: the plan is broken, or ``ids`` has another shape or dtype or lies elsewhere.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    if ids.shape != (plan.num_kv_heads, plan.groups * GROUP):
-        raise ValueError(f"ids {tuple(ids.shape)}: must be [{plan.num_kv_heads}, {plan.groups * GROUP}]")
+    plan.check_shapes()
+    check_table("ids", ids, (plan.num_kv_heads, plan.groups * GROUP), torch.int32, plan.pages.device)
+    ids = ids.contiguous()
 
     if (
         choose_backend("union", backend, plan.pages.device, {"triton": triton_refusal("triton_unions", plan)})

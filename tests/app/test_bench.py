@@ -93,6 +93,13 @@ REFUSED = {
     "window": (["pageweaver", "captures=[]", "windows=[32]"], "windows=[32]: 64 or 128, each once"),
     "precision": (["pageweaver", "captures=[]", "kv_dtypes=[fp16]"], "kv_dtypes=['fp16']: of model, fp8, each once"),
     "backend": (["pageweaver", "captures=[]", "backends=[hoper]"], "backends=['hoper']: of torch, triton, hopper"),
+    "native": (
+        ["pageweaver", "captures=[]", "native_backends=[decode:fa4]"],
+        "native_backends=['decode:fa4']: of decode",
+    ),
+    "bitmaps": (["pageweaver", "captures=[]", "capacities=[100]"], "capacities=[100]: positive multiples of 32 pages"),
+    "long": (["pageweaver", "captures=[]", "capacity_lengths=[1024]"], "capacity_lengths=[1024]: at least 10368"),
+    "rounds": (["pageweaver", "captures=[]", "rounds=0"], "rounds=0: an integer of at least 1; an interval takes 6"),
     "context": (["pageweaver", "captures=[]", "lengths=[8192]"], "lengths=[8192]: at least 10368: queries=8192 and"),
     "no capture": (["pageweaver-model", "captures=[]"], "captures=[]: at least one file"),
     "no name": (["lengths=[1]"], "bench='lengths=[1]': its name comes first"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefill_kernels.bench import COLUMNS, AttentionBench, BenchError, KernelBench, Rows, command
+from prefill_kernels.bench import COLUMNS, AttentionBench, BenchError, KernelBench, PageBench, Rows, command
 from prefill_kernels.bench.rows import checkout_commit, default_out
 
 from evalkit.bench.settings import MethodsBench, TtftBench
@@ -46,6 +47,17 @@ def test_bad_settings(settings, message):
 @pytest.mark.parametrize("settings", [KernelBench(), AttentionBench(), MethodsBench(), TtftBench()])
 def test_defaults_are_fine(settings):
     settings.validate()
+
+
+@pytest.mark.parametrize(("text", "value"), [("false", False), ("True", True)])
+def test_truth_on_the_command_line(text, value):
+    parser = argparse.ArgumentParser()
+    command.add_options(parser, PageBench)
+    given = ["--native", text, "--captures", "--native-backends", "decode:fa2", "decode:xqa"]
+    settings = command.settings_from(PageBench, parser.parse_args(given))
+    assert settings.native is value and settings.native_backends == ("decode:fa2", "decode:xqa")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--native", "no"])
 
 
 def run(*argv):

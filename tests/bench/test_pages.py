@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import functools
+import importlib
 import json
 import types
 from dataclasses import replace
@@ -18,7 +20,7 @@ from prefill_kernels import (
     sparse_attention,
     union_attention,
 )
-from prefill_kernels.bench import PageBench, native, pages, planned
+from prefill_kernels.bench import PageBench, native, pages, paired, planned
 from prefill_kernels.bench.config import WrongResult
 from prefill_kernels.bench.page_inputs import Selection, overlap, page_inputs, synthetic_pages
 from safetensors.torch import save_file
@@ -27,9 +29,10 @@ from evalkit.bench import attention
 from evalkit.bench.settings import MethodsBench
 
 CPU = torch.device("cpu")
+regroup = importlib.import_module("prefill_kernels.regroup")
 SMALL = PageBench(
     lengths=(2048,), captures=(), named=("700/3", "700/5"), queries=200, heads=16, dim=16, windows=(64,),
-    shared=(0.0, 1.0), clusters=4, page_size=32, top_k=5,
+    shared=(0.0, 1.0), clusters=4, page_size=32, top_k=5, rounds=1, capacity_lengths=(),
 )  # fmt: skip
 
 
@@ -71,14 +74,23 @@ def test_rows_of_a_capture_and_their_geometric_mean(bench, capture):
             assert online["preparation_share"] == (online["regroup_ms"] + online["union_ms"]) / online["ms"]
             assert ready["mean_union"] == online["mean_union"] < original["mean_union"]
             assert online["useful_share"] > original["useful_share"]
-            assert online["gain"] == 0, "a clock that stands still"
-            assert online["tflops"] < original["tflops"] and online["useful_tflops"] == original["useful_tflops"]
+            # The clock numbers the calls of a round: original, precomputed, online, then the attention of each order.
+            assert (original["ms"], ready["ms"], online["ms"]) == (2, 3, 4)
+            assert (original["attention_ms"], ready["attention_ms"], online["attention_ms"]) == (5, 6, 6)
+            assert ready["gain"] == -0.5 and online["gain"] == -1 and "gain_low" not in online, "one round"
+            assert online["host_ms"] > 0 and "graph_ms" not in online
+            assert online["tflops"] < original["tflops"] / 2, "twice the time, and fewer rows"
+            assert online["useful_tflops"] == pytest.approx(original["useful_tflops"] / 2, rel=1e-3)
             assert ("quantization_err" in online) == (kv == "fp8 KV")
             assert online["rel_err"] < pages.TOLERANCE["fp8" if kv == "fp8 KV" else "model"]
-    partials = {key[2].rsplit(", ", 1)[1]: row["partials"] for key, row in rows.items() if key[0] == "kv_union"}
+    union = {key[2]: row for key, row in rows.items() if key[0] == "kv_union"}
+    assert len(union) == 2 * 2 * 2
+    for setting, row in union.items():
+        assert ("quantization_err" in row) == (", fp8 KV, " in setting) != (", bf16 KV, " in setting)
+    partials = {setting.rsplit(", ", 1)[1]: row["partials"] for setting, row in union.items()}
     assert partials["float32 partials"] > 1.5 * partials["bfloat16 partials"] > 0
     mean = rows["online_64", "0", "geometric mean of 2 captures, bf16 KV, torch"]
-    assert mean == {"gain": 0}, "no FlashInfer here"
+    assert mean == {"gain": -1}, "no FlashInfer here"
 
 
 def test_counts_are_those_of_the_unions(bench, capture):
@@ -146,67 +158,248 @@ def test_requests_list_each_querys_pages_with_the_partial_one_last():
 
 
 class Wrapper:
-    """FlashInfer's decode wrapper, in float32: a request's query attends to all tokens of its pages."""
+    """FlashInfer's wrappers, in float32: a request's query attends to all tokens of its pages."""
 
-    plans = 0
+    made: list = []
+    prefill = False
 
-    def __init__(self, workspace, layout, *, use_tensor_cores, backend):
-        assert layout == "NHD" and use_tensor_cores
-        if backend == "auto":
+    def __init__(self, workspace, layout, *, backend, use_tensor_cores=None):
+        assert layout == "NHD" and use_tensor_cores is (None if self.prefill else True)
+        if self.prefill and backend == "fa3":
             raise RuntimeError("no such kernel\nand more")
+        self.backend, self.plans = backend, 0
+        type(self).made.append(self)
 
-    def plan(self, indptr, indices, last, heads, kv_heads, dim, page, *, q_data_type, kv_data_type, sm_scale):
-        type(self).plans += 1
+    def plan(
+        self, *given, q_data_type, kv_data_type, sm_scale, o_data_type=None, causal=None
+    ):  # fmt: skip
+        if self.prefill:
+            assert causal and given[0].tolist() == list(range(len(given[0])))
+            given = given[1:]
+        indptr, indices, last, heads, kv_heads, dim, page = given
+        self.plans += 1
         self.given = indptr.tolist(), indices.tolist(), last.tolist()
         self.shape, self.scale, self.dtypes = (heads, kv_heads, dim, page), sm_scale, (q_data_type, kv_data_type)
+        self.out = o_data_type or q_data_type
 
-    def run(self, q, kv, k_scale=1.0, v_scale=1.0):
+    def run(self, q, kv, *scales, k_scale=1.0, v_scale=1.0):
         indptr, indices, last = self.given
         assert q.shape == (len(last), self.shape[0], self.shape[2]) and self.dtypes == (q.dtype, kv[0].dtype)
-        out = torch.empty_like(q)
-        for i in range(len(last)):
-            mine = torch.tensor(indices[indptr[i] : indptr[i + 1]])
-            seen = (len(mine) - 1) * self.shape[3] + last[i]
-            k, v = (x.float()[mine, :, 0].flatten(0, 1)[:seen] for x in kv)
-            weights = (q[i].float() @ k.T * k_scale * self.scale).softmax(-1)
-            out[i] = (weights @ v * v_scale).to(q.dtype)
-        return out
+        q_scale = torch.ones(self.shape[0])
+        if q.dtype == torch.float8_e4m3fn:
+            q_scale, k_scale, v_scale = scales
+            assert q_scale.shape == (self.shape[0],) and k_scale.shape == v_scale.shape == (1,)
+        pages = [indices[a:b] for a, b in zip(indptr, indptr[1:], strict=False)]
+        seen = [(len(mine) - 1) * self.shape[3] + tail for mine, tail in zip(pages, last, strict=True)]
+        return attended(q.float() * q_scale[:, None], kv, pages, seen, self.scale * k_scale, v_scale).to(self.out)
 
 
-def test_the_native_path_is_checked_and_compared(bench, capture, monkeypatch, capsys):
-    fake = types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
-    monkeypatch.setitem(__import__("sys").modules, "flashinfer", fake)
-    monkeypatch.setattr(native, "WORKSPACE", 16)
-    settings = replace(SMALL, captures=(str(capture),), shared=(), kv_union=False)
-    pages.run(settings, bench)
-    assert "flashinfer auto, bf16 KV: left out, it cannot run here (no such kernel)" in capsys.readouterr().err
-    rows = read(bench)
-    native_rows = {key: row for key, row in rows.items() if key[0] == "flashinfer"}
-    assert len(native_rows) == 4
-    for key, row in native_rows.items():
-        assert row["ms"] == 2 and row["host_plan_ms"] > 0
-        assert row["rel_err"] < 5e-3, key
-        assert ("quantization_err" in row) == (", fp8 KV" in key[2])
-    for key, row in rows.items():
-        if key[0] == "online_64" and key[1] == "700":
-            assert row["speedup_flashinfer"] == row["speedup_flashinfer_fp8"] == row["speedup_flashinfer_bf16"] == 1
-    mean = rows["online_64", "0", "geometric mean of 2 captures, fp8 KV, torch"]
-    assert mean["speedup_flashinfer"] == 1 and mean["gain"] == 0
+def attended(q, kv, pages, seen, scale, v_scale):
+    out = torch.empty(q.shape)
+    for i, (mine, tokens) in enumerate(zip(pages, seen, strict=True)):
+        k, v = (x.float()[torch.tensor(mine), :, 0].flatten(0, 1)[:tokens] for x in kv)
+        out[i] = (q[i] @ k.T * scale).softmax(-1) @ v * v_scale
+    return out
 
 
-def test_planned_requests_in_fp8_use_the_caches_scales(monkeypatch):
-    monkeypatch.setitem(
-        __import__("sys").modules, "flashinfer", types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+def xqa(q, kv, workspace, tables, lengths, longest, *, bmm1_scale, bmm2_scale, kv_layout, backend):
+    assert kv_layout == "NHD" and backend == "xqa" and int(lengths.max()) <= longest == tables.shape[1] * kv[0].shape[1]
+    assert tables.dtype == lengths.dtype == torch.int32 and not workspace.any()
+    return attended(q.float(), kv, tables.tolist(), lengths.tolist(), bmm1_scale, bmm2_scale).to(q.dtype)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """A FlashInfer of this file's wrappers; returns those that were made."""
+    made: list = []
+    decode = type("Decode", (Wrapper,), {"made": made})
+    prefill = type("Prefill", (Wrapper,), {"made": made, "prefill": True})
+    module = types.SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=decode, BatchPrefillWithPagedKVCacheWrapper=prefill
     )
+    modules = __import__("sys").modules
+    monkeypatch.setitem(modules, "flashinfer", module)
+    monkeypatch.setitem(modules, "flashinfer.decode", types.SimpleNamespace(trtllm_batch_decode_with_kv_cache=xqa))
+    monkeypatch.setattr(native, "WORKSPACE", 16)
+    return made
+
+
+class Clock:
+    """Milliseconds by what a call runs: each way through FlashInfer its own, one for everything else."""
+
+    def __init__(self, times, other):
+        self.times, self.other = times, other
+
+    def __call__(self, calls):
+        return [self.of(call) for call in calls]
+
+    def of(self, call):
+        call()
+        path = getattr(getattr(call, "func", None), "__self__", None)
+        return self.times[path.precision, path.name] if isinstance(path, native.NativePath) else self.other
+
+
+TIMES = {
+    ("bf16", "decode:fa2"): 5.0, ("bf16", "prefill:fa2"): 4.0, ("bf16", "decode:fa3"): 3.0, ("bf16", "decode:xqa"): 7.0,
+    ("fp8", "decode:fa2"): 8.0, ("fp8", "prefill:fa2"): 9.0, ("fp8", "decode:xqa"): 6.0,
+    ("fp8", "decode:fa3-fp8q"): 6.5,
+}  # fmt: skip
+
+
+def test_the_fastest_native_path_of_each_precision_is_compared(bench, capture, flashinfer, monkeypatch, capsys):
+    class Named(native.NativePath):
+        def __init__(self, plan, kv, *, path, **rest):
+            self.name, self.precision = path, plan.kv_dtype.replace("model", "bf16")
+            super().__init__(plan, kv, path=path, **rest)
+
+    monkeypatch.setattr(pages, "NativePath", Named)
+    bench.timed = Clock(TIMES, 1.5)
+    names = (*PageBench().native_backends, "decode:fa3-fp8q")
+    settings = replace(
+        SMALL, captures=(str(capture),), shared=(), kv_union=False, native_backends=names, named=("700/3",), kv_head=0
+    )
+    settings.validate()
+    pages.run(settings, bench)
+    told = capsys.readouterr().err
+    assert "flashinfer prefill:fa3, bf16 KV: left out, it cannot run here (no such kernel)" in told
+    assert "flashinfer decode:fa3, fp8 KV: left out, it cannot run here (fa3 takes FP8 keys with FP8 queries" in told
+    assert "flashinfer decode:fa3-fp8q, bf16 KV: left out" in told
+    rows = read(bench)
+    for precision, best in (("bf16", "decode:fa3"), ("fp8", "decode:xqa")):
+        mine = {key: row for key, row in rows.items() if f"{precision} KV" in key[2]}
+        found = {key[0].partition(" ")[2]: row for key, row in mine.items() if key[0].startswith("flashinfer ")}
+        assert {name: row["ms"] for name, row in found.items()} == {
+            name: ms for (kind, name), ms in TIMES.items() if kind == precision
+        }
+        chosen = [(key, row) for key, row in mine.items() if key[0] == "flashinfer"]
+        assert len(chosen) == 2
+        for key, row in chosen:
+            assert key[2].endswith(f", {precision} KV, fastest of 4: {best}")
+            assert row["ms"] == min(row["ms"] for row in found.values()) and row["host_plan_ms"] > 0 < row["host_ms"]
+        for name, row in found.items():
+            assert row["rel_err"] < (5e-2 if name == "decode:fa3-fp8q" else 5e-3), name
+            assert ("quantization_err" in row) == (precision == "fp8")
+        online = next(row for key, row in mine.items() if key[0] == "online_64" and key[1] == "700")
+        assert online["speedup_flashinfer_bf16"] == online["speedup_flashinfer"] == 2 < 4
+        assert online["speedup_flashinfer_fp8"] == 4
+        assert online["break_even_native_preparation"] == 0.5, "3 ms, of which the attention takes 1.5"
+        assert online["break_even_native_tflops"] == online["useful_tflops"]
+    mean = rows["online_64", "0", "geometric mean of 1 captures, fp8 KV, torch"]
+    assert mean == {"speedup_flashinfer": 2, "speedup_flashinfer_bf16": 2, "speedup_flashinfer_fp8": 4, "gain": 0}
+
+
+def test_a_native_path_that_computes_something_else_is_left_out(bench, capture, flashinfer, monkeypatch, capsys):
+    def wrong(self, queries, *pages):
+        return 2 * run(self, queries, *pages)
+
+    run = native.NativePath.run
+    monkeypatch.setattr(native.NativePath, "run", wrong)
+    pages.run(replace(SMALL, captures=(str(capture),), shared=(), kv_union=False, windows=()), bench)
+    assert {key[0] for key in read(bench)} == {"original"}
+    assert "flashinfer decode:fa2, bf16 KV: left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["decode:fa2", "prefill:fa2", "decode:xqa", "decode:fa3-fp8q"])
+def test_planned_requests_in_fp8_use_the_caches_scales(flashinfer, path):
     selection = synthetic_pages(640, 64, page_size=32, top_k=4, shared=0.5, cluster=2, seed=0)
     one = page_inputs(selection, heads=4, kv_heads=1, dim=16, seed=0, device=CPU, dtype=torch.float32)
     plan, kv = selection.plan(CPU), quantize_kv(one.kv)
-    before = Wrapper.plans
-    path = native.NativePath(plan, kv, heads=4, scale=one.scale, dtype=torch.float32, backend="fa2")
-    out = path(one.q, kv.k_pages, kv.v_pages.contiguous())
-    torch.testing.assert_close(out, attend_pages(one.q, kv.dequantize(), plan, one.scale), rtol=1e-4, atol=1e-5)
-    path.replan()
-    assert Wrapper.plans == before + 2
+    made = native.NativePath(plan, kv, heads=4, scale=one.scale, dtype=torch.float32, path=path)
+    near = {"rtol": 1e-4, "atol": 1e-5} if "fp8q" not in path else {"rtol": 0.1, "atol": 0.05}
+    expected = attend_pages(one.q, kv.dequantize(), plan, one.scale)
+    torch.testing.assert_close(made(one.q, kv.k_pages, kv.v_pages.contiguous()), expected, **near)
+    made.replan()
+    torch.testing.assert_close(made(one.q, kv.k_pages, kv.v_pages.contiguous()), expected, **near)
+    assert [wrapper.plans for wrapper in flashinfer] == ([] if "xqa" in path else [2])
+
+
+# ------------------------------------------------------------------------------------------------------------- in turn
+def test_the_search_is_within_every_timed_online_call(bench, capture, monkeypatch):
+    searches, runs = [0], {}
+    search = regroup._regroup_torch
+
+    def counted(plan):
+        searches[0] += 1
+        return search(plan)
+
+    def timed(calls):
+        for call in calls:
+            for _ in range(3):
+                before = searches[0]
+                call()
+                runs.setdefault(len(calls), []).append(searches[0] - before)
+        return [1.0] * len(calls)
+
+    monkeypatch.setattr(regroup, "_regroup_torch", counted)
+    bench.timed = timed
+    settings = replace(SMALL, kv_dtypes=("model",), rounds=2)
+    selection = pages.captured_pages(capture, 0)[0].last(200)
+    pages.measure_paths(settings, pages.case_of(settings, bench, selection, "model", {}), "torch")
+    # Original, precomputed, online, and the attention of both orders; three runs each, two rounds.
+    assert runs[5] == 2 * (3 * [0] + 3 * [0] + 3 * [1] + 6 * [0])
+
+
+def test_gains_are_paired_by_round(bench, capture):
+    drift = iter([1.0, 3.0, 1.5, 2.0, 1.2, 9.0, 1.1])
+
+    def timed(calls):
+        for call in calls:
+            call()
+        if len(calls) != 5:
+            return [0.05] * len(calls)
+        now = next(drift)
+        return [now * ms for ms in (1.0, 0.9, 0.95 if now < 9 else 2.0, 0.9, 0.8)]
+
+    bench.timed = timed
+    settings = replace(SMALL, kv_dtypes=("model",), rounds=7, host=False)
+    selection = pages.captured_pages(capture, 0)[0].last(200)
+    case = pages.case_of(settings, bench, selection, "model", {"model": 3.0})
+    found = pages.measure_paths(settings, case, "torch")["online_64"]
+    assert found["gain"] == pytest.approx(0.05), "drift of the device, and one bad round, leave it"
+    assert (found["gain_low"], found["gain_high"]) == (pytest.approx(-1), pytest.approx(0.05))
+    assert found["ms"] == pytest.approx(1.5 * 0.95)
+    # 1.5 ms originally, attention 1.35 and then 1.2; the search costs 0.05 ms more.
+    assert found["break_even_preparation"] == pytest.approx(0.3 / 1.5)
+    assert found["break_even_attention_speed"] == pytest.approx(0.15 / 0.05)
+    assert found["break_even_native_preparation"] == pytest.approx(1.8 / 3)
+
+
+def test_ways_are_timed_in_turn_and_inputs_rotate(bench):
+    seen = []
+    bench.timed = lambda calls: [call() for call in calls]
+
+    def call(way, item):
+        seen.append((way, item))
+        return float(len(seen))
+
+    groups = {way: [functools.partial(call, way, item) for item in range(3)] for way in "ab"}
+    assert bench.in_turn(groups, 2) == {"a": [2, 8], "b": [5, 11]}
+    assert seen == 2 * [(way, item) for way in "ab" for item in range(3)]
+
+
+def test_spreads():
+    assert paired.spread([3, 1, 2]) == paired.Spread(2, None), "three values cannot say it"
+    assert paired.spread([5, 1, 2, 3, 4, 6]) == paired.Spread(3.5, (1, 6))
+    assert paired.spread(list(range(9))) == paired.Spread(4, (1, 7))
+    assert paired.spread(list(range(15))).interval == (3, 11)
+    assert paired.saved([4, 2], [2, 1]).metrics("gain") == {"gain": 0.5}
+    assert paired.faster([4] * 6, [2] * 6).metrics("x") == {"x": 1, "x_low": 1, "x_high": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------- capacities
+def test_larger_bitmaps_regroup_longer_contexts(bench, capsys):
+    settings = replace(SMALL, captures=(), shared=(), capacities=(32, 96), capacity_lengths=(2048, 4096))
+    settings.validate()
+    pages.run(settings, bench)
+    rows = {
+        (key[0], key[1], "bitmaps of 96 pages" in key[2]): row
+        for key, row in read(bench).items()
+        if "shared 0.75" in key[2]
+    }
+    assert rows["online_64", "2048", True]["regroup_ms"] > 0 and "gain" in rows["online_64", "2048", True]
+    for tokens, large in (("2048", False), ("4096", False), ("4096", True)):
+        assert rows["online_64", tokens, large] == {"regrouped": 0} and ("original", tokens, large) in rows
+    assert "128 pages are beyond the capacity: not regrouped" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------- overlaps

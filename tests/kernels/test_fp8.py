@@ -41,6 +41,30 @@ def test_slots_without_a_token_are_zero_and_broken_tokens_are_not():
     assert quantize_kv(one.kv).k_pages[page, 3].float().isnan().all()
 
 
+@pytest.mark.parametrize("scale", [0.5, 0.0, float("nan"), float("inf")])
+def test_slots_without_a_token_are_zero_under_any_scale(scale):
+    one = page_cases.make([(5, 37)], seed=1)
+    got = quantize_kv(one.kv, torch.tensor([scale]), torch.tensor([scale]))
+    last = int(one.kv.page_table[0, 2])
+    spare = [i for i in range(len(got.k_pages)) if i not in one.kv.page_table[0, :3].tolist()]
+    for k, vt in ((got.k_pages[last, 5:], got.vt_pages[last, ..., 5:]), (got.k_pages[spare], got.vt_pages[spare])):
+        assert k.numel() and not k.float().any() and not vt.float().any()
+
+
+def test_one_broken_token_leaves_the_slots_without_a_token_zero():
+    one = page_cases.make([(5, 37)], seed=1)
+    one.kv.v_pages[int(one.kv.page_table[0, 0]), 3] = float("nan")
+    assert not quantize_kv(one.kv).vt_pages[int(one.kv.page_table[0, 2]), ..., 5:].float().any()
+
+
+def test_scales_of_another_shape_are_refused():
+    one = page_cases.make([(5, 37)], heads=(2, 2))
+    good = torch.ones(2)
+    for name, wrong in (("k_scale", good[:1]), ("v_scale", good.double()), ("v_scale", torch.ones(1).expand(2))):
+        with pytest.raises(ValueError, match=name):
+            quantize_kv(one.kv, **{"k_scale": good, "v_scale": good, name: wrong})
+
+
 def test_given_scales_and_saturation():
     one = page_cases.make([(5, 37)], seed=1)
     scale = torch.tensor([0.001])

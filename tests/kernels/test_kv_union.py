@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import literal_pages as literal
 import page_cases
 import pytest
@@ -63,6 +65,27 @@ def test_empty_supports_are_exact_zeros(backend):  # noqa: F811
     pages[0, :9] = -1
     out = kv_union_attention(one.q, one.kv, one.planned(pages=pages).plan, scale=one.scale, backend=backend)
     assert not out[:, :, :9].any() and out[:, :, 9].any()
+
+
+def test_positions_beyond_the_keys(backend):  # noqa: F811
+    one = page_cases.make([(24, 41), (9, 70)], heads=(4, 2), seed=4, sprinkle=False)
+    pages = one.plan.pages.clone()
+    pages[0, ..., 0] = torch.tensor([41 // 16] * 24 + [70 // 16] * 9, dtype=torch.int32)[:, None]
+    positions = one.plan.positions.clone()
+    positions[::3] += 60
+    one = one.planned(pages=pages, positions=positions)
+    want = literal.attend(one.q, one.k, one.v, one.plan, one.scale)
+    out = kv_union_attention(one.q, one.kv, one.plan, scale=one.scale, backend=backend)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_calls_that_do_not_belong_together():
+    one = page_cases.make([(10, 40)], seed=7)
+    with pytest.raises(ValueError, match="positions"):
+        strided = one.planned(positions=one.plan.positions.repeat_interleave(2)[::2])
+        kv_union_attention(one.q, one.kv, strided.plan, scale=one.scale)
+    with pytest.raises(ValueError, match="page_table"):
+        kv_union_attention(one.q, replace(one.kv, page_table=one.kv.page_table.long()), one.plan, scale=one.scale)
 
 
 def test_half_precision_partials(backend):  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import literal_pages as literal
@@ -14,6 +15,8 @@ from prefill_kernels import (
     PagePlan,
     attend_pages,
     dense_attention,
+    executed,
+    kv_union_attention,
     page_attention,
     prepare_unions,
     quantize_kv,
@@ -134,6 +137,33 @@ def test_every_page_is_dense_attention(backend):  # noqa: F811
     assert int(stats.visited_cells[0, 0].sum()) == 20 * 30 + 20 * 21 // 2
 
 
+@pytest.mark.parametrize("heads,page_size", [((2, 1), 16), ((4, 2), 32)])
+def test_positions_beyond_the_keys(backend, heads, page_size):  # noqa: F811
+    """c_i >= L_i: a query sees every token of the request and no slot after the last, in a group with others or not."""
+    one = page_cases.make([(24, 41), (9, 70)], heads=heads, page_size=page_size, seed=4, sprinkle=False, regroup=64)
+    pages = one.plan.pages.clone()
+    pages[0, ..., 0] = torch.tensor([41 // page_size] * 24 + [70 // page_size] * 9, dtype=torch.int32)[:, None]
+    positions = one.plan.positions.clone()
+    positions[:8] += 60
+    positions[8::3] += 33
+    one = one.planned(pages=pages, positions=positions)
+    want = literal.attend(one.q, one.k, one.v, one.plan, one.scale)
+    out, _ = page_attention(one.q, one.kv, one.plan, scale=one.scale, backend=backend)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend_pages(one.q.double(), double(one.kv), one.plan, one.scale), want)
+
+
+def test_a_request_beyond_the_capacity_among_others(backend):  # noqa: F811
+    one = page_cases.make(
+        [(40, 700), (66, 300)], heads=(2, 1), seed=7, local=True, sprinkle=False, regroup=64, capacity=32
+    )
+    out, stats = page_attention(one.q, one.kv, one.plan, scale=one.scale, backend=backend)
+    plain, before = page_attention(one.q, one.kv, one.planned(regroup=0).plan, scale=one.scale, backend=backend)
+    assert torch.equal(out, plain) and int(stats.union_pages) < int(before.union_pages)
+    assert stats.regrouped and int(stats.beyond_capacity) == 1
+    assert not before.regrouped and before.beyond_capacity == 0
+
+
 def test_no_counts_where_none_are_asked_for():
     one = page_cases.make([(5, 9)])
     out, stats = page_attention(one.q, one.kv, one.plan, scale=one.scale, stats=False)
@@ -160,10 +190,99 @@ def test_calls_that_do_not_belong_together():
         page_attention(one.q, one.kv, one.planned(max_kv_len=31).plan, **call)
     with pytest.raises(ValueError, match="page_table"):
         page_attention(one.q, replace(one.kv, page_table=one.kv.page_table.repeat(2, 1)), one.plan, **call)
+    table = one.kv.page_table
+    wide = torch.zeros(1, 2 * table.shape[1], dtype=torch.int32)
+    for wrong, word in (
+        (table.long(), "must be int32"),
+        (wide[:, ::2], "contiguous rows"),
+        (table.to("meta"), "on meta"),
+        (table[0], "must be .R, pages."),
+        (table[:, :1], "do not hold kv_len=30"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            page_attention(one.q, replace(one.kv, page_table=wrong), one.plan, **call)
+    with pytest.raises(ValueError, match="values"):
+        page_attention(one.q, replace(one.kv, v_pages=one.kv.v_pages[..., :8]), one.plan, **call)
+    with pytest.raises(ValueError, match="head_dim=8"):
+        page_attention(one.q[..., :8], one.kv, one.plan, **call)
+    with pytest.raises(ValueError, match="positions"):
+        page_attention(one.q, one.kv, one.planned(positions=torch.zeros(10, dtype=torch.int32)[::2]).plan, **call)
     with pytest.raises(ValueError, match="scale=0"):
         page_attention(one.q, one.kv, one.plan, scale=0.0)
     with pytest.raises(BackendUnavailable, match="nonsense"):
         page_attention(one.q, one.kv, one.plan, scale=1.0, backend="nonsense")
+
+
+def test_e4m3_caches_that_do_not_fit():
+    one = page_cases.make([(5, 30)], heads=(4, 2))
+    kv = quantize_kv(one.kv)
+    for change, word in (
+        ({"vt_pages": kv.vt_pages.transpose(2, 3)[..., :8, :]}, "vt_pages"),
+        ({"vt_pages": kv.vt_pages.view(torch.int8)}, "vt_pages of torch.int8"),
+        ({"k_pages": kv.k_pages.view(torch.int8)}, "k_pages of torch.int8"),
+        ({"k_pages": kv.k_pages[0]}, "k_pages"),
+        ({"k_scale": kv.k_scale[:1]}, "k_scale"),
+        ({"v_scale": kv.v_scale.double()}, "v_scale of torch.float64"),
+        ({"v_scale": torch.ones(1).expand(2)}, "v_scale with strides"),
+    ):
+        for attend in (page_attention, kv_union_attention):
+            with pytest.raises(ValueError, match=word):
+                attend(one.q, replace(kv, **change), one.plan, scale=1.0)
+
+
+def test_unions_of_another_plan_are_refused():
+    one = page_cases.make([(20, 60)], heads=(4, 2))
+    unions = prepare_unions(one.plan, regroup_queries(one.plan))
+    call = {"scale": one.scale, "backend": "torch"}
+    for change in (
+        {"ids": unions.ids[:, :-8]},
+        {"pages": unions.pages[..., :-1]},
+        {"members": unions.members.long()},
+        {"count": unions.count.T.contiguous().T},
+        {"requests": unions.requests[:1]},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} of the unions"):
+            union_attention(one.q, one.kv, one.plan, replace(unions, **change), **call)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for GPU backends where there is no GPU")
+@pytest.mark.parametrize("name", ["hopper", "cluster"])
+def test_a_named_backend_is_refused_before_anything_is_prepared(name, monkeypatch):
+    # The package's name for the module is the function.
+    monkeypatch.setattr(importlib.import_module("prefill_kernels.page_attention"), "regroup_queries", None)
+    one = page_cases.make([(20, 60)], kv_dtype="fp8", regroup=64)
+    with pytest.raises(BackendUnavailable, match=f"backend='{name}': .*compute capability 9.0"):
+        page_attention(one.q, one.kv, one.plan, scale=1.0, backend=name)
+
+
+def test_a_search_that_triton_cannot_hold_runs_in_torch_and_is_recorded():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    many = page_cases.make([(9, 16 * 2100)], width=2, seed=3, regroup=64, capacity=4096)
+    with executed() as ran:
+        out, stats = page_attention(many.q, many.kv, many.plan, scale=many.scale, backend="triton")
+    assert dict(ran.counts) == {
+        ("regroup", "torch"): 1, ("union", "triton"): 1, ("attention", "triton"): 1, ("count", "triton"): 1,
+    }  # fmt: skip
+    assert list(ran.refused) == [("regroup", "triton")] and "2100 pages" in ran.refused["regroup", "triton"]
+    want = literal.attend(many.q, many.k, many.v, many.plan, many.scale)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    assert stats.regrouped
+
+    # Many ids a query: search, unions and counts.
+    wide = page_cases.make([(9, 40)], seed=3, regroup=64)
+    wide = wide.planned(pages=wide.plan.pages.repeat(1, 1, 1, 150))
+    with executed() as ran:
+        out, _ = page_attention(wide.q, wide.kv, wide.plan, scale=wide.scale, backend="triton")
+    assert {stage for stage, by in ran.counts if by == "torch"} == {"regroup", "union", "count"}
+    assert set(ran.refused) == {("regroup", "triton"), ("union", "triton"), ("count", "triton")}
+    want = literal.attend(wide.q, wide.k, wide.v, wide.plan, wide.scale)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    # Nothing is said of a search that was not asked for.
+    with executed() as ran:
+        page_attention(many.q, many.kv, many.planned(regroup=0).plan, scale=1.0, backend="triton")
+    assert not ran.refused
 
 
 def test_what_the_kernels_cannot_run_is_refused():

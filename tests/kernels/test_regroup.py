@@ -10,7 +10,7 @@ import pytest
 import torch
 from page_cases import backend  # noqa: F401 - a fixture
 from prefill_kernels import BackendUnavailable, PagePlan, regroup_queries, regroups
-from prefill_kernels.regroup import greedy_order
+from prefill_kernels.regroup import beyond_capacity, greedy_order
 
 EXAMPLE = [{1, 2}, {8, 9}, {2, 3}, {3, 4}, {8, 10}, {9, 10}]
 
@@ -20,14 +20,16 @@ def visits(order, supports, group):
 
 
 def literal_ids(plan):
-    """Slots of every head by the literal loop, window after window."""
+    """Slots of every head by the literal loop, window after window; requests beyond the capacity in their order."""
     lines = []
     for h in range(plan.num_kv_heads):
         line = []
-        for begin, end in zip(plan.cu_seqlens, plan.cu_seqlens[1:], strict=False):
+        for r, (begin, end) in enumerate(zip(plan.cu_seqlens, plan.cu_seqlens[1:], strict=False)):
+            fits = -(-int(plan.kv_lens[r]) // plan.page_size) <= plan.capacity
             for first in range(begin, end, plan.regroup):
                 some = range(first, min(first + plan.regroup, end))
-                line += [first + j for j in greedy_order([literal.support(plan, i, h) for i in some])]
+                found = greedy_order([literal.support(plan, i, h) for i in some])
+                line += [first + j for j in found] if fits else some
             line += [-1] * (-(end - begin) % 8)
         lines.append(line)
     return lines
@@ -90,6 +92,43 @@ def test_capacity_is_of_the_context_not_of_the_ids(backend):  # noqa: F811
     assert not regroups(replace(inside, regroup=0))
 
 
+@pytest.mark.parametrize("window", [64, 128])
+def test_capacity_is_of_each_request(backend, window):  # noqa: F811
+    # 32 pages fit to the token; 33 do not, of which one token.
+    requests = [(window + 9, 900), (70, 512), (40, 513), (window, 300), (0, 2000)]
+    one = page_cases.make(
+        requests, heads=(2, 2), width=5, seed=window, local=True, sprinkle=False, regroup=window, capacity=32
+    )
+    ids, plain = regroup_queries(one.plan, backend=backend), regroup_queries(replace(one.plan, regroup=0))
+    assert ids.tolist() == literal_ids(one.plan)
+    ends = torch.tensor([-(-a // 8) * 8 for a, _ in requests]).cumsum(0).tolist()
+    kept = [torch.equal(ids[:, a:b], plain[:, a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    assert kept == [True, False, True, False, True]
+    # The order of one request does not depend on which others are in the call.
+    alone = one.planned(
+        pages=one.plan.pages[:, window + 9 : window + 79], positions=one.plan.positions[window + 9 : window + 79],
+        kv_lens=one.plan.kv_lens[1:2], cu_seqlens=(0, 70), max_kv_len=512,
+    ).plan  # fmt: skip
+    there = ids[:, ends[0] : ends[1]]
+    mine = regroup_queries(alone, backend=backend)
+    assert torch.equal(torch.where(mine < 0, mine, mine + window + 9), there)
+
+
+def test_who_is_beyond_the_capacity_is_counted_without_the_host_where_it_cannot_know():
+    short, long = (4, 500), (4, 600)
+    for requests, regroup, want, on_host in (
+        ([short], 64, 0, True),
+        ([long], 64, 1, True),
+        ([long, long], 0, 0, True),
+        ([short, short], 64, 0, True),
+        ([long, short, long], 64, 2, False),
+    ):
+        plan = page_cases.make(requests, regroup=regroup, capacity=32).plan
+        found = beyond_capacity(plan)
+        assert found == want and isinstance(found, int) == on_host
+        assert regroups(plan) == (regroup > 0 and requests != [long])
+
+
 @pytest.mark.parametrize("pages", [1, 31, 32, 33, 64, 65, 500, 512])
 def test_the_last_page_of_every_bitmap_size(backend, pages):  # noqa: F811
     rows = torch.tensor([[0], [pages - 1], [0], [pages - 1]], dtype=torch.int32).view(1, 4, 1, 1)
@@ -129,3 +168,29 @@ def test_bitmaps_that_do_not_fit_are_refused():
     plan = PagePlan.for_prompt(torch.zeros(1, 4, 1, 2, dtype=torch.int32), 16, 2049 * 16, 4, regroup=64, capacity=4096)
     with pytest.raises(BackendUnavailable, match="2050 pages"):
         regroup_queries(plan, backend="triton")
+
+
+def test_bitmaps_are_of_the_capacity_where_a_request_is_longer():
+    pytest.importorskip("triton")
+    from prefill_kernels import triton_regroup
+
+    plan = page_cases.make([(9, 16 * 2500), (9, 100)], regroup=64, capacity=64).plan
+    assert triton_regroup.bits(plan) == 64 and triton_regroup.refusal(replace(plan, capacity=2048)) is None
+    assert "2500 pages" in str(triton_regroup.refusal(replace(plan, capacity=4096)))
+    if not torch.cuda.is_available():
+        assert regroup_queries(plan, backend="triton").tolist() == literal_ids(plan)
+
+
+def test_the_launch_table_can_be_changed(monkeypatch):
+    pytest.importorskip("triton")
+    from prefill_kernels import triton_regroup
+
+    assert [triton_regroup.launch_options(w) for w in (64, 128)] == [{"num_warps": 2}, {"num_warps": 4}]
+    monkeypatch.setitem(triton_regroup.WARPS, 128, 8)
+    assert triton_regroup.launch_options(128) == {"num_warps": 8}
+
+
+def test_selections_and_positions_are_checked():
+    plan = page_cases.make([(9, 30)], regroup=64).plan
+    with pytest.raises(ValueError, match="positions with strides .2,.: must be contiguous"):
+        regroup_queries(replace(plan, positions=plan.positions.repeat_interleave(2)[::2]))

@@ -122,7 +122,32 @@ def test_regrouping_changes_the_unions_and_not_the_cells():
     assert int(on.union_pages) < int(off.union_pages)
 
 
-def test_ids_of_another_shape_are_refused():
+def test_the_counts_say_who_kept_the_order():
+    plan = make(5, regroup=64, capacity=32)
+    for change, want in (({}, 0), ({"page_size": 4}, 1), ({"page_size": 2}, 2), ({"page_size": 2, "regroup": 0}, 0)):
+        some = replace(plan, **change)
+        unions = prepare_unions(some, regroup_queries(some))
+        assert page_stats(some, unions, 4, regrouped=regroups(some)).beyond_capacity == want
+
+
+def test_what_does_not_belong_to_the_plan_is_refused():
     plan = make(1)
-    with pytest.raises(ValueError, match="ids"):
-        prepare_unions(plan, regroup_queries(plan)[:, :-8])
+    ids = regroup_queries(plan)
+    for wrong in (ids[:, :-8], ids[:1], ids.long()):
+        with pytest.raises(ValueError, match="ids"):
+            prepare_unions(plan, wrong)
+    with pytest.raises(ValueError, match="kv_lens"):
+        prepare_unions(replace(plan, kv_lens=plan.kv_lens.repeat_interleave(2)[::2]), ids)
+    unions = prepare_unions(plan, ids)
+    with pytest.raises(ValueError, match="members of the unions"):
+        page_stats(plan, replace(unions, members=unions.members[..., :-1]), 4, regrouped=False)
+
+
+def test_ids_with_strides(backend):  # noqa: F811
+    plan = make(3)
+    ids = regroup_queries(plan, backend="torch")
+    wide = torch.zeros(len(ids), 2 * ids.shape[1], dtype=torch.int32)
+    wide[:, ::2] = ids
+    unions = prepare_unions(plan, wide[:, ::2], backend=backend)
+    assert unions.ids.is_contiguous() and torch.equal(unions.ids, ids)
+    assert_is_the_walk(unions, plan, ids)

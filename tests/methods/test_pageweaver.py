@@ -11,6 +11,7 @@ from prefill_kernels import PagedKV, PagePlan, attend_pages, page_attention, reg
 from prefill_kernels.regroup import greedy_order
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from evalkit import runner
 from evalkit.assets import EMBEDDED_MODEL
 from evalkit.attention import Session
 from evalkit.benchmarks import ruler
@@ -22,8 +23,9 @@ from evalkit.corpora import Corpora
 from evalkit.errors import InputError
 from evalkit.methods import METHODS, PlanContext
 from evalkit.methods.pageweaver import PageWeaver
-from evalkit.models.loading import load_model, locate
+from evalkit.models.loading import load_model, load_tokenizer, locate
 from evalkit.prompts import PromptRenderer
+from evalkit.runner import run_cell
 
 HEADS, KV_HEADS, DIM, SCALE = 6, 2, 16, 0.3
 METHOD = PageWeaver(page_size=16, top_k=4)
@@ -45,15 +47,16 @@ def supports(plan: PagePlan) -> list[list[set[int]]]:
     return [[{p for p in row if p >= 0} for row in plan.pages[0, :, h].tolist()] for h in range(plan.pages.shape[2])]
 
 
-def built(kind, heads, kv_heads):
+def built(kind, heads, kv_heads, vocabulary=89):
     torch.manual_seed(1)
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[kind]
     config = config_class(
-        vocab_size=89, hidden_size=16 * heads, intermediate_size=64, num_hidden_layers=3, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=4096, initializer_range=0.2,
+        vocab_size=vocabulary, hidden_size=16 * heads, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=4096,
+        initializer_range=0.2,
     )  # fmt: skip
     return model_class(config).eval()
 
@@ -166,7 +169,7 @@ def test_a_dense_method_counts_no_work():
 
 # ------------------------------------------------------------------------------------------------------------- identity
 @pytest.mark.parametrize("kind,heads,kv_heads", [("llama", 6, 2), ("qwen3", 8, 2), ("qwen3", 16, 1), ("llama", 3, 3)])
-@pytest.mark.parametrize("page,top_k", [(16, 19), (48, 7), (128, 3)])
+@pytest.mark.parametrize("page,top_k", [(16, 19), (64, 5), (128, 3)])
 def test_every_page_is_dense(kind, heads, kv_heads, page, top_k):
     model, ids = built(kind, heads, kv_heads), prompt(301)
     method = PageWeaver(page_size=page, top_k=top_k)
@@ -204,44 +207,72 @@ def test_regrouping_changes_no_bit_of_the_logits(kv_heads):
     ), "the case is meant to move queries"
 
 
-@pytest.mark.slow
-def test_regrouping_changes_no_bit_over_perplexity_windows_and_a_ruler_task(tmp_path):
-    package = PackageRef(EMBEDDED_MODEL.name, EMBEDDED_MODEL.version, EMBEDDED_MODEL.sha256, EMBEDDED_MODEL.member)
-    config = ModelConfig(name="smollm2", native_context=8192, package=package)
-    loaded = load_model(config, locate(config), 1024, torch.device("cpu"), torch.float32)
-    windows = build_windows(PerplexityConfig(length=768, limit=2), loaded.tokenizer, bos=False, corpora=Corpora())
-    renderer = PromptRenderer(loaded.tokenizer, chat=True, thinking=None)
+SMOLLM2 = ModelConfig(
+    name="smollm2",
+    native_context=8192,
+    package=PackageRef(EMBEDDED_MODEL.name, EMBEDDED_MODEL.version, EMBEDDED_MODEL.sha256, EMBEDDED_MODEL.member),
+)
+
+
+def texts(tokenizer, root):
+    """Two perplexity windows and a RULER prompt: ids, and the first position whose logits count."""
+    windows = build_windows(PerplexityConfig(length=768, limit=2), tokenizer, bos=False, corpora=Corpora())
+    renderer = PromptRenderer(tokenizer, chat=True, thinking=None)
     (sample,) = ruler.load(
-        "niah_multikey_2", 1024, 1, seed=42, renderer=renderer, corpora=Corpora(), max_new_tokens=128, root=tmp_path
+        "niah_multikey_2", 1024, 1, seed=42, renderer=renderer, corpora=Corpora(), max_new_tokens=128, root=root
     )
-    prompts = [(ids, len(ids) // 2) for ids in windows.ids]
     ids = renderer.encode(sample.prompt)
-    prompts.append((ids, len(ids) - 1))
-    method = PageWeaver(page_size=32, top_k=8)
-    for ids, kept in prompts:
-        found, work = {}, {}
-        for regroup in ("off", "64", "128"):
-            with Session(loaded.model, replace(method, regroup=regroup)) as session:
-                found[regroup] = session.logits(session.prefill(torch.tensor(ids), keep_from=kept))
-                work[regroup] = session.account().budget.record()["work"]["ratios"]["mean_union"]
-        assert torch.equal(found["off"], found["64"]) and torch.equal(found["off"], found["128"])
-        assert work["128"] < work["64"] < work["off"]
+    return [*((ids, len(ids) // 2) for ids in windows.ids), (ids, len(ids) - 1)]
+
+
+def assert_no_bit_changes(model, method, ids, kept):
+    found, work = {}, {}
+    for regroup in ("off", "64", "128"):
+        with Session(model, replace(method, regroup=regroup)) as session:
+            found[regroup] = session.logits(session.prefill(torch.tensor(ids), keep_from=kept))
+            work[regroup] = session.account().budget.record()["work"]["ratios"]["mean_union"]
+    assert torch.equal(found["off"], found["64"]) and torch.equal(found["off"], found["128"])
+    assert work["128"] < work["64"] < work["off"], "the case is meant to move queries"
+    return found["off"]
+
+
+@pytest.mark.parametrize("kind,heads,kv_heads", [("llama", 6, 2), ("qwen3", 16, 1)])
+def test_regrouping_changes_no_bit_in_bfloat16_over_perplexity_windows_and_a_ruler_prompt(
+    tmp_path, kind, heads, kv_heads
+):
+    tokenizer = load_tokenizer(locate(SMOLLM2), SMOLLM2)
+    model = built(kind, heads, kv_heads, len(tokenizer)).to(torch.bfloat16)
+    for ids, kept in texts(tokenizer, tmp_path):
+        logits = assert_no_bit_changes(model, PageWeaver(page_size=32, top_k=8), ids, kept)
+        assert logits.isfinite().all() and model.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_regrouping_changes_no_bit_of_smollm2_over_perplexity_windows_and_a_ruler_prompt(tmp_path):
+    loaded = load_model(SMOLLM2, locate(SMOLLM2), 1024, torch.device("cpu"), torch.float32)
+    for ids, kept in texts(loaded.tokenizer, tmp_path):
+        assert_no_bit_changes(loaded.model, PageWeaver(page_size=32, top_k=8), ids, kept)
 
 
 def test_fp8_costs_little_and_is_not_the_models_precision():
     model, ids = built("qwen3", HEADS, KV_HEADS), prompt(517)
-    exact, _ = ran(model, METHOD, ids)
-    rounded, account = ran(model, replace(METHOD, kv_dtype="fp8"), ids)
+    method = replace(METHOD, page_size=32)
+    exact, _ = ran(model, method, ids)
+    rounded, account = ran(model, replace(method, kv_dtype="fp8"), ids)
     distance = float((rounded - exact).norm() / exact.norm())
     assert 1e-4 < distance < 0.3 and account.budget.record()["B"] < 1
-    assert torch.equal(ran(model, replace(METHOD, kv_dtype="fp8", regroup="off"), ids)[0], rounded)
+    assert torch.equal(ran(model, replace(method, kv_dtype="fp8", regroup="off"), ids)[0], rounded)
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
 WRONG = [
     ({"top_k": 1}, "method.top_k", "2 or more pages"),
-    ({"page_size": 24}, "method.page_size", "a multiple of 16"),
-    ({"page_size": 512}, "method.page_size", "a multiple of 16"),
+    ({"page_size": 48}, "method.page_size", "a power of two from 16 to 256 tokens"),
+    ({"page_size": 512}, "method.page_size", "a power of two from 16 to 256 tokens"),
+    ({"page_size": 8}, "method.page_size", "a power of two from 16 to 256 tokens"),
+    ({"page_size": 16, "kv_dtype": "fp8"}, "method.page_size", "a power of two from 32 to 256 tokens under"),
+    ({"page_size": 64, "union": "hopper"}, "method.page_size", "128 under method.union=hopper"),
+    ({"kv_dtype": "model", "union": "cluster"}, "method.kv_dtype", "fp8 under method.union=cluster"),
     ({"block_size": 64}, "method.block_size", "128 tokens"),
     ({"summary": "men"}, "method.summary", "did you mean mean?"),
     ({"regroup": "32"}, "method.regroup", "known: 128, 64, off"),
@@ -298,8 +329,46 @@ def test_the_union_kernel_that_is_named_is_asked_for(monkeypatch):
         return page_attention(q, kv, plan, scale=scale, backend="torch")
 
     monkeypatch.setattr("evalkit.attention.interface.sparse_attention", attend)
-    ran(built("qwen3", HEADS, KV_HEADS), replace(METHOD, union="cluster"), prompt(40))
+    method = replace(METHOD, union="cluster", page_size=128, kv_dtype="fp8")
+    ran(built("qwen3", HEADS, KV_HEADS), method, prompt(40))
     assert asked == ["cluster"] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for GPU kernels where there is no GPU")
+@pytest.mark.parametrize(
+    "method,field,why",
+    [
+        ({"union": "hopper"}, "method.union='hopper'", "compute capability 9.0"),
+        ({"union": "cluster", "kv_dtype": "fp8"}, "method.union='cluster'", "compute capability 9.0"),
+        ({"union": "triton"}, "method.union='triton'", "triton|Triton"),
+    ],
+)
+def test_a_union_kernel_that_cannot_run_here_is_refused_before_loading(tmp_path, monkeypatch, method, field, why):
+    monkeypatch.setattr(runner, "locate", None)
+    settings = {
+        "model": {"name": "toy", "native_context": 4096, "path": "x/y", "dtype": "bfloat16"},
+        "method": {"name": "pageweaver", **method},
+        "task": {"name": "perplexity", "length": 1024},
+        "out": str(tmp_path),
+    }
+    with pytest.raises(InputError, match=f"{field}: auto or torch here: .*({why})"):
+        run_cell(cell_from_mapping(settings))
+
+
+def test_what_a_named_kernel_asks_of_the_settings_is_checked_on_the_device():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("messages of the interpreter")
+    here = torch.device("cpu"), torch.float32
+    METHOD.check_device(*here, "triton", 32)
+    replace(METHOD, union="triton").check_device(*here, "auto", 32)
+    replace(METHOD, union="torch").check_device(torch.device("cpu"), torch.bfloat16, "triton", 32)
+    METHOD.check_device(*here, "auto", 32)
+    fp8 = replace(METHOD, page_size=32, kv_dtype="fp8")
+    for method, backend, field in ((fp8, "triton", "execution.backend"), (fp8, "auto", "method.union")):
+        method = method if backend == "triton" else replace(method, union="triton")
+        with pytest.raises(InputError, match=f"{field}='triton': .*cannot multiply E4M3"):
+            method.check_device(*here, backend, 32)
 
 
 def test_calibration_turns_top_k_from_two_pages_to_all():

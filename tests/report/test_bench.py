@@ -323,22 +323,35 @@ def test_pageweavers_call_and_whole_model(file):
     file.add(
         "pageweaver", "online_128", 65536, setting, ms=2, regroup_ms=0.05, union_ms=0.02, attention_ms=1.9,
         preparation_share=0.035, mean_union=31.24, mean_halves=38, useful_share=0.51, tflops=420, useful_tflops=214,
-        gain=0.0512, speedup_flashinfer=2, speedup_flashinfer_fp8=2.5, rel_err=0.003, break_even_preparation=0.08,
+        gain=0.0512, gain_low=0.0444, gain_high=0.06, speedup_flashinfer=2, speedup_flashinfer_fp8=2.5, rel_err=0.003,
+        break_even_preparation=0.08, break_even_attention_speed=2.3, break_even_native_tflops=214,
+        break_even_native_preparation=0.41, host_ms=0.12, graph_ms=1.98,
     )  # fmt: skip
     file.add("pageweaver", "online_128", 0, "geometric mean of 6 captures, bf16 KV, hopper", speedup_flashinfer=1.91)
     file.add("pageweaver", "kv_union", 65536, setting, ms=9, partials=1.25, reduction_ms=3.5)
+    file.add("pageweaver", "online_64", 262144, "synthetic ids", regrouped=0)
+    file.add("pageweaver", "online_64", 131072, "synthetic ids", gain=-0.00001)
     file.add("pageweaver-model", "original", 65536, "Qwen3 class", prefill=2.5, throughput=26214)
     file.add(
         "pageweaver-model", "online_128", 65536, "Qwen3 class", prefill=2.4, throughput=27306, throughput_gain=0.0417,
-        throughput_over_flashinfer=0.31,
+        throughput_gain_low=0.04, throughput_gain_high=0.043, throughput_over_flashinfer=0.31,
     )  # fmt: skip
     online = row(file, "online_128", setting)
     assert online["ms"] == "2.000" and online["preparation %"] == "3.5" and online["gain %"] == "5.12"
     assert online["mean union"] == "31.2" and online["useful %"] == "51.0" and online["over its fp8"] == "2.50"
-    assert online["also"] == "halves 38.00, gain gone at 8.0 % preparation"
+    assert online["95 %"] == "4.44 to 6.00"
+    assert online["also"] == (
+        "host 0.12 ms, CUDA graph 1.980 ms, halves 38.00, gain gone at 8.0 % preparation, gain gone with the attention "
+        "2.3 times as fast, lead gone with FlashInfer at 214 useful TF/s, "
+        "lead gone at 41.0 % of its time as preparation"
+    )
+    assert row(file, "online_64", "synthetic ids", "262144")["also"] == "beyond the bitmaps: not regrouped"
+    small = row(file, "online_64", "synthetic ids", "131072")
+    assert (small["gain %"], small["95 %"]) == ("0.00", "-"), "what rounds to zero has no sign"
     assert row(file, "flashinfer")["also"] == "plan 12.2 ms of the host, not in ms"
     mean = row(file, "online_128", "geometric mean of 6 captures, bf16 KV, hopper")
     assert mean["tokens"] == "-" and mean["over FlashInfer"] == "1.91" and mean["ms"] == "-"
     assert row(file, "kv_union")["also"] == "partials 1.25 GiB, reduction 3.500 ms"
     model = row(file, "online_128", "Qwen3 class")
+    assert (model["95 %"], model["95 % of that"]) == ("4.00 to 4.30", "-")
     assert model["over original %"] == "4.17" and model["over FlashInfer %"] == "31.00" and model["tokens/s"] == "27306"

@@ -191,3 +191,8 @@ def test_work_of_a_method_has_a_table_of_its_own(cells, console, tmp_path):
     assert "Executed work" in table.latex(rows)
     write_report([cells.out], tmp_path / "out", console=console)
     assert "Executed work" in console.file.getvalue()
+
+
+def test_a_number_that_rounds_to_zero_has_no_minus():
+    assert table.number(-0.00004, 4) == "0.0000" and table.number(-0.00006, 4) == "-0.0001"
+    assert table.number(-0.0, 2, sign=True) == "+0.00"

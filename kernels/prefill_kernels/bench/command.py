@@ -88,7 +88,10 @@ def device_bench(settings: BenchSettings, command: str) -> Bench:
         BenchError: no CUDA device, no Triton, or a file that cannot be used.
     """
     rows = open_rows(settings, command)
-    bench = Bench(rows, torch.device("cuda"), functools.partial(timing.medians, least=settings.repeats))
+    timed = functools.partial(timing.medians, least=settings.repeats)
+    if isinstance(settings, PageBench):
+        timed = functools.partial(timed, budget_ms=settings.budget_ms)
+    bench = Bench(rows, torch.device("cuda"), timed)
     if (problem := triton_problem()) is not None:
         raise BenchError("backend", bench.backend, f"triton or hopper: {problem}")
     return bench
@@ -110,7 +113,14 @@ def _plain(hint: Any) -> Callable[[str], Any]:
     """``X`` of ``X | None``."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    return typing.cast("Callable[[str], Any]", hint)
+    return _truth if hint is bool else typing.cast("Callable[[str], Any]", hint)
+
+
+def _truth(text: str) -> bool:
+    """``bool`` would take any text for true."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 def main_with(

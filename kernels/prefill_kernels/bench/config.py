@@ -137,6 +137,16 @@ class AttentionBench(BenchSettings):
 CAPTURES = tuple(f"captures/smollm2-yarn-{tokens}.safetensors" for tokens in (8192, 32768, 65536))
 """What ``evalkit capture set=pageweaver`` writes."""
 PAGE_BACKENDS = ("torch", "triton", "hopper", "cluster")
+NATIVE_PATHS = (
+    "decode:fa2",
+    "prefill:fa2",
+    "decode:fa3",
+    "prefill:fa3",
+    "decode:xqa",
+    "decode:fa3-fp8q",
+    "prefill:fa3-fp8q",
+)
+"""FlashInfer's ways through pages, ``<call>:<backend>``; see :class:`prefill_kernels.bench.native.NativePath`."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +160,18 @@ class PageBench(BenchSettings):
         kv_head: KV head of the captures whose pages are replayed.
         queries: last queries of a context, the chunk that is measured.
         heads, dim: query heads on one KV head, and their size.
-        windows: regroup windows.
+        windows: regroup windows; none = the original order alone.
         kv_dtypes: ``model`` (bfloat16) and ``fp8``.
         backends: of the union kernel; none = what ``auto`` stands for.
-        native: measure FlashInfer's paged decode on the same ids, where it is installed.
+        rounds: how often all paths of a selection are timed in turn; gains are paired by round, with an interval.
+        budget_ms: how long one measurement lasts, apart from ``repeats``, the least number of its rounds.
+        host: also measure the host's time to start a call, and the device's of its CUDA graph.
+        native: measure FlashInfer on the same ids, where it is installed.
+        native_backends: of :data:`NATIVE_PATHS`, each compiled on first use in 20 to 100 s for each precision; the two
+            calls of one backend share a kernel. The fastest that passes its check is the native path.
         kv_union: measure the direct KV-page union on the same ids.
+        capacities: pages that the search's bitmaps hold, multiples of 32; captures are measured under the first.
+        capacity_lengths: contexts of synthetic ids that are measured under every capacity; none = none.
         shared: synthetic ids: probability that a page is of the query's cluster.
         clusters: synthetic ids: interleaved clusters; a window of eight times as many queries holds a group of each.
         page_size, top_k: synthetic ids: tokens of a page, and pages a query.
@@ -170,8 +187,14 @@ class PageBench(BenchSettings):
     windows: tuple[int, ...] = (64, 128)
     kv_dtypes: tuple[str, ...] = ("model", "fp8")
     backends: tuple[str, ...] = ()
+    rounds: int = 9
+    budget_ms: float = 100.0
+    host: bool = True
     native: bool = True
+    native_backends: tuple[str, ...] = NATIVE_PATHS[:5]
     kv_union: bool = True
+    capacities: tuple[int, ...] = (512, 2048)
+    capacity_lengths: tuple[int, ...] = (65536, 131072, 262144)
     shared: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
     clusters: int = 8
     page_size: int = 128
@@ -184,18 +207,24 @@ class PageBench(BenchSettings):
         require(self.kv_head >= 0, "kv_head", self.kv_head, "an integer from 0")
         for name in ("queries", "heads", "dim"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
-        require_each("windows", self.windows, lambda w: w in (64, 128), "64 or 128")
+        require_each("windows", self.windows, lambda w: w in (64, 128), "64 or 128", empty=True)
         require_choices("kv_dtypes", self.kv_dtypes, ("model", "fp8"))
         require_choices("backends", self.backends, PAGE_BACKENDS, empty=True)
+        require(self.rounds >= 1, "rounds", self.rounds, "an integer of at least 1; an interval takes 6")
+        require(_positive(self.budget_ms), "budget_ms", self.budget_ms, "a positive number of milliseconds")
+        require_choices("native_backends", self.native_backends, NATIVE_PATHS, empty=not self.native)
+        words = "positive multiples of 32 pages"
+        require_each("capacities", self.capacities, lambda pages: pages >= 32 and pages % 32 == 0, words)
         require_each("shared", self.shared, lambda p: 0 <= p <= 1, "numbers from 0 to 1", empty=True)
         require(self.clusters >= 1, "clusters", self.clusters, "an integer of at least 1")
         require(self.top_k >= 3, "top_k", self.top_k, "an integer of at least 3: sink and own page are always selected")
         ok = self.page_size >= 16 and self.page_size % 16 == 0
         require(ok, "page_size", self.page_size, "a positive multiple of 16 tokens")
+        least = self.queries + (self.top_k + 1) * self.page_size
+        allowed = f"at least {least}: queries={self.queries} and the pages that they choose from"
         if self.shared:
-            least = self.queries + (self.top_k + 1) * self.page_size
-            allowed = f"at least {least}: queries={self.queries} and the pages that they choose from"
             require(min(self.lengths) >= least, "lengths", list(self.lengths), allowed)
+        require_each("capacity_lengths", self.capacity_lengths, lambda n: n >= least, allowed, empty=True)
 
 
 BENCHES: dict[str, type[KernelBench] | type[AttentionBench] | type[PageBench]] = {

@@ -69,6 +69,24 @@ class Bench:
         times = self.timed(list(calls))
         return sum(times) / len(times)
 
+    def in_turn(self, groups: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of several ways to do the same work, of each the mean over inputs, round by round.
+
+        In a round every way is timed, call after call in turn, so that drift of the device falls on all of them alike.
+
+        Args:
+            groups: calls of each way, one for each input, all in the same order of inputs.
+            rounds: how often; each is a whole measurement with medians of its own.
+        """
+        # One way goes through all inputs before the next begins: no call finds its own in L2.
+        calls = [call for group in groups.values() for call in group]
+        found: dict[str, list[float]] = {name: [] for name in groups}
+        for _ in range(rounds):
+            times = iter(self.timed(calls))
+            for name, group in groups.items():
+                found[name].append(sum(next(times) for _ in group) / len(group))
+        return found
+
     def speedups(self, ms: float) -> dict[str, float]:
         """Over FA2 and over the fastest dense kernel on the same inputs."""
         return {"speedup_fa2": self.base["fa2"] / ms, "speedup_dense": min(self.base.values()) / ms}
