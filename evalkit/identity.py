@@ -8,8 +8,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,26 @@ NOT_NUMERIC = (
 """Parts of the harness that cannot change a measured number."""
 
 
+SOURCES = (".py", ".cu", ".cuh", ".h", ".cpp", ".yaml")
+"""Endings of files that compute: Python, kernels that are compiled when they are first used, and lm-eval's tasks."""
+
+
 @cache
 def code_digest() -> str:
-    """Digest over the sources that compute numbers: kernels, methods, model, benchmarks, budget."""
+    """Digest over the sources that compute numbers: kernels, methods, model, benchmarks, tasks, budget."""
     digest = hashlib.sha256()
-    for root in (Path(__file__).parent, Path(prefill_kernels.__file__).parent):
-        for file in sorted(root.rglob("*.py")):
-            name = file.relative_to(root)
-            if name.parts[0] not in NOT_NUMERIC:
-                digest.update(f"{root.name}/{name.as_posix()}\n".encode() + file.read_bytes())
+    for name, file in sources():
+        digest.update(f"{name}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Files behind :func:`code_digest` by the name they are hashed under."""
+    for root in (Path(__file__).parent, Path(prefill_kernels.__file__).parent, Path(str(files("evalkit.tasks")))):
+        for file in sorted(file for file in root.rglob("*") if file.suffix in SOURCES):
+            name = file.relative_to(root)
+            if name.parts[0] not in NOT_NUMERIC and name.parts[0] not in ("conf", "tasks"):
+                yield f"{root.name}/{name.as_posix()}", file
 
 
 def versions() -> dict[str, str]:
@@ -100,10 +112,9 @@ def named_files(method: Any) -> dict[str, str]:
 
 def _file_digests(cell: Cell) -> dict[str, str]:
     """What the method's files hold, by field. A file's name is a label; of a calibration the cell reads one entry."""
-    files = named_files(cell.method)
     return {
         dotted: calibration_digest(cell) if dotted == "calibration" else sha256_file(Path(name).expanduser())
-        for dotted, name in files.items()
+        for dotted, name in named_files(cell.method).items()
     }
 
 

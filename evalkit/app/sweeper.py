@@ -131,6 +131,8 @@ class GridSweeper(Sweeper):
             settings = {key: value for key, value in cell.as_dict().items() if key != "overrides"}
             kept.setdefault(json.dumps(settings, sort_keys=True), (cell, overrides))
         if errors:
+            if SESSION.dry_run:  # what could run, before what could not
+                SESSION.listed(kept.values())
             raise InvalidSweep(errors, len(jobs))
         return list(kept.values())
 

@@ -28,6 +28,9 @@ RECORDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Endings of local files that hold records, and the loader of the datasets library that reads them."""
 
 
+SPARE_TOKENS = 64
+
+
 @dataclass(frozen=True)
 class Windows:
     """Windows of one corpus for one tokenizer.
@@ -94,10 +97,14 @@ def build_windows(
 
 
 def _leading_tokens(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) -> list[int]:
-    # Tokens average well below 16 characters; the cut is far enough behind to leave the wanted tokens untouched.
-    piece = text[: wanted * 16 + 1024]
-    ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
-    return list(ids[:wanted])
+    # Most tokens are well below 16 characters, but a run of spaces or dashes is one of many. The spare tokens keep the
+    # cut, which may split what would be one token, away from the wanted ones.
+    size = wanted * 16 + 1024
+    while True:
+        ids = tokenizer(text[:size], add_special_tokens=False)["input_ids"]
+        if len(ids) >= wanted + SPARE_TOKENS or size >= len(text):
+            return list(ids[:wanted])
+        size *= 4
 
 
 def _in_order(config: PerplexityConfig, corpora: Corpora) -> Iterator[str]:

@@ -96,12 +96,7 @@ class SparsePrefillLM(TemplateLM):
         data = {"weights": source.checksum, "prompt": renderer.fingerprint}
         self.identity = {
             **cell_identity(cell, device=self._device, dtype=dtype, backend=backend, data=data),
-            "requests": {
-                "max_gen_toks": self.settings.max_gen_toks,
-                "add_bos_token": self.settings.add_bos_token,
-                "think_end_token": self.settings.think_end_token,
-                "seed": self.settings.seed,
-            },
+            "requests": self.settings.requests,
         }
         self.loaded = load_model(cell.model, source, cell.task.length, self._device, dtype)
         self.session = Session(

@@ -74,6 +74,11 @@ class Settings:
     think_end_token: str | None
     seed: int
 
+    @property
+    def requests(self) -> dict[str, Any]:
+        """How requests are answered, beside the cell: everything else that can change an answer."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "cell"}
+
 
 def settings(arguments: Mapping[str, Any]) -> Settings:
     """Compose and check model arguments.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..store import CellResult
+from ..task_settings import LONGBENCH_HUB, is_path
 from .averages import LONGBENCH_V2_COUNTS
 
 NAME = "longbench_v2"
 SMALL = f"{NAME}_small_"
+PUBLISHED = (LONGBENCH_HUB, "THUDM/LongBench-v2")
+"""Hub ids of the published set, the second its former one."""
+PUBLISHED_ID = re.compile(r"[0-9a-f]{24}")
+"""How the published set calls a question."""
 CATEGORIES = {"difficulty": ("easy", "hard"), "length": ("short", "medium", "long")}
 Record = Mapping[str, Any]
 
@@ -31,6 +37,21 @@ def is_official(cell: CellResult) -> bool:
         return False
     counts = {name: len(by_category(cell.records)[name]) for name in LONGBENCH_V2_COUNTS}
     return counts == LONGBENCH_V2_COUNTS
+
+
+def other_data(cell: CellResult) -> str:
+    """What was read where it is not the published set; empty for that, limited or whole.
+
+    A local file or another hub id is the published set only if it ran whole: as many easy and hard questions, all with
+    ids of the published form.
+    """
+    if is_small(cell):
+        return "self-made set"
+    data = str(cell.config["task"].get("data", LONGBENCH_HUB))
+    ids = (str(record["item"].get("id", "")) for record in cell.records)
+    if data in PUBLISHED or (is_official(cell) and all(PUBLISHED_ID.fullmatch(name) for name in ids)):
+        return ""
+    return Path(data).name if is_path(data) else data
 
 
 def by_category(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -56,8 +77,8 @@ def mode(cell: CellResult) -> str | None:
 
 
 def paper_mode(cell: CellResult) -> str | None:
-    """:func:`mode` of a cell whose scores may stand beside published ones, which the self-made set's may not."""
-    return None if is_small(cell) else mode(cell)
+    """:func:`mode` of a cell whose scores may stand beside published ones, which those of other data may not."""
+    return None if is_longbench(cell) and other_data(cell) else mode(cell)
 
 
 def difficulty_scores(cell: CellResult) -> dict[str, float]:
@@ -74,9 +95,8 @@ def label(config: Mapping[str, Any], small: bool) -> str:
     """Task without its length: mode, thinking, sampling, and the data where it is not the published set."""
     task = config["task"]
     data = str(task.get("data", ""))
-    local = data.startswith(("/", "./", "../", "~")) or data.endswith((".json", ".jsonl"))
     details = [task["mode"], *how(config)]
-    details += ["self-made set"] if small else [Path(data).name] if local else []
+    details += ["self-made set"] if small else [Path(data).name] if is_path(data) else []
     return f"{NAME} ({', '.join(details)})"
 
 

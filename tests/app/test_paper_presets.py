@@ -84,6 +84,16 @@ def test_rows_that_need_a_calibration_say_how_to_make_it(application, capsys):
     assert "evalkit calibrate" in capsys.readouterr().err and application.cells == []
 
 
+@pytest.mark.parametrize("name", ["paper_table2_llama", "paper_tableB_llama"])
+def test_dry_run_lists_the_cells_that_need_no_calibration(application, capsys, name):
+    assert application(f"sweep={name}", "--dry-run") == 2 and application.cells == []
+    said = capsys.readouterr()
+    listed = [line for line in said.out.splitlines() if line.startswith("[")]
+    assert any(" dense " in line for line in listed) and any(" xattention " in line for line in listed)
+    assert not any(" cosa " in line for line in listed)
+    assert "evalkit calibrate" in said.err
+
+
 def test_dry_run_of_one_cell(application, capsys):
     assert application("method=cosa", "task=perplexity", "task.limit=3", "--dry-run") == 0
     assert application.cells == []

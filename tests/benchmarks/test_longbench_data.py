@@ -53,6 +53,7 @@ BAD = [
     (record(1, length="tiny"), "length='tiny': must be one of short, medium, long"),
     (record(1, choice_C=3), "field choice_C must be a string, not a number"),
     (record(1, question=" \n"), "field question is empty"),
+    (record(1, context="half \ud83d"), "field context holds half a surrogate pair"),
     (record(1, context=None), "field context must be a string, not null"),
     (record(0), "_id is that of record 0"),
     ([1], "must be an object, not a list"),
@@ -85,6 +86,23 @@ def test_files_that_are_no_records(tmp_path):
         read_items(str(path))
     with pytest.raises(InputError, match="No such file"):
         read_items(str(tmp_path / "absent.json"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 200_000 + "]" * 200_000, "nested too deeply"),
+        (json.dumps(record(0))[:-1] + ', "answer": "B"}', "field 'answer' is given twice"),
+    ],
+)
+def test_json_that_python_reads_badly_is_one_line(tmp_path, capsys, line, message):
+    for path, text in ((tmp_path / "a.jsonl", line), (tmp_path / "a.json", f"[{line}]")):
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            read_items(str(path))
+        assert main(["validate", str(path)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert message in said
 
 
 def test_the_hub_out_of_reach_is_one_clear_error(monkeypatch):
@@ -128,6 +146,14 @@ def make_item(row, index):
 
 
 # -------------------------------------------------------------------------------------------------- the self-made set
+def test_self_made_questions_are_known_under_other_ids(tmp_path):
+    rows = [json.loads(line) for line in small_file().read_text().splitlines()]
+    for number, row in enumerate(rows):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps([{**row, "_id": f"{number:024x}", "context": "Another text."}]))
+        assert source_kind(read_items(str(path))) == "self-made"
+
+
 def test_the_file_is_what_its_maker_makes():
     assert small_file().read_text(encoding="utf-8") == make_small.text()
 

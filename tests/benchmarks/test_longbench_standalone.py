@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from typing import Any
 
@@ -12,6 +13,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from evalkit.benchmarks.longbench_v2 import read_items
+from evalkit.benchmarks.longbench_v2.data import small_file
 from evalkit.benchmarks.longbench_v2.prompts import DIRECT, fill
 from evalkit.benchmarks.longbench_v2.tasks import dataset, mean_of_own
 from evalkit.errors import InputError
@@ -56,6 +58,7 @@ def test_direct_answers_of_any_model(metadata):
     scores, contexts = evaluate("longbench_v2_direct", metadata)
     assert scores["score"] == pytest.approx(6 / 9) and scores["unparsed"] == pytest.approx(3 / 9)
     assert {"easy", "hard", "short", "medium", "long"} <= set(scores)
+    assert scores["self_made"] == 1
     messages = {fill(DIRECT, item) for item in read_items("small")}
     assert len(contexts) == 9 and any(text in messages for text in contexts)
     assert any(text not in messages and text.startswith("Please read") for text in contexts)  # cut in the middle
@@ -65,6 +68,15 @@ def test_choices_of_any_model(metadata):
     scores, contexts = evaluate("longbench_v2_loglikelihood", metadata)
     assert scores["score"] == 1 and len(contexts) == 36
     assert all(text.endswith("The correct answer is (") for text in contexts)
+
+
+def test_only_the_self_made_set_is_labelled(metadata, tmp_path):
+    row = json.loads(small_file().read_text().splitlines()[0])
+    changes = {"_id": "q0", "question": "Another?", "domain": "d", "sub_domain": "s"}
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({**row, **changes}) + "\n")
+    scores, _ = evaluate("longbench_v2_loglikelihood", {**metadata, "data": str(path), "limit": 1})
+    assert scores["score"] == 1 and "self_made" not in scores
 
 
 def test_what_cannot_be_done_without_the_harness(metadata):

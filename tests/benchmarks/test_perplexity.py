@@ -254,3 +254,18 @@ def test_documents_and_aggregation(tmp_path, tokenizer):
     docs = perplexity_docs(windows(path, tokenizer, length=32, limit=3))
     assert [d["index"] for d in docs] == [0, 1, 2] and docs[0]["scored_tokens"] == 8
     assert token_perplexity([(-8.0, 4), (-1.0, 5)]) == pytest.approx(math.e)
+
+
+@pytest.mark.parametrize("run", [" " * 4000, "-" * 4000, " " * 400 + "-" * 400])
+def test_windows_are_full_where_tokens_are_long(tmp_path, run):
+    """A word is far behind many characters that are few tokens: reading stops at the full window, not before."""
+    backend = Tokenizer(WordLevel({"<unk>": 0, "w": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    sparse = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    body = f"{run} w " * 40
+    path = tmp_path / "corpus.txt"
+    path.write_text(body)
+    everything = sparse(body, add_special_tokens=False)["input_ids"]
+    for kind in ("first", "disjoint"):
+        (made,) = windows(path, sparse, length=32, limit=1, windows=kind).ids
+        assert made == everything[:32] and len(made) == 32

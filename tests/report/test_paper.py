@@ -12,7 +12,7 @@ import synthetic
 
 from evalkit import cli
 from evalkit.errors import EvalkitError, InputError
-from evalkit.report import stats
+from evalkit.report import below, stats
 from evalkit.report.load import load
 from evalkit.report.paper import write_paper
 from evalkit.report.paper.layout import sheets
@@ -58,12 +58,15 @@ class Cells:
         seed=0,
         data="zai-org/LongBench-v2",
         small=False,
+        truncate_at=120000,
+        ids="q{}",
     ):
         kind = "dense" if preset == "dense" else preset.partition("-")[0]
         knobs = {} if kind == "dense" else {"skip_scale": SKIP.get(preset, 8.0)}
         made = synthetic.config(kind, task="ruler", length=131072, model="qwen3-8b", **knobs)
         made["model"]["thinking"] = thinking
         made["task"] = {"name": "longbench_v2", "mode": mode, "data": data, "length": 131072}
+        made["task"]["truncate_at"] = truncate_at
         made["task"]["generation"] = {"sampling": "recommended", "seed": seed}
         records = []
         for difficulty, scores in (("easy", easy), ("hard", hard)):
@@ -76,7 +79,7 @@ class Cells:
                     share=1.0 if kind == "dense" else share,
                     tokens=1024,
                 )
-                record["item"] = {"difficulty": difficulty}
+                record["item"] = {"difficulty": difficulty, "length": "short", "id": ids.format(len(records))}
                 records.append((record, frame))
         given = ("model=qwen3-8b", f"method={preset}", "task=longbench-v2")
         synthetic.write_cell(self.out, made, iter(records), given_overrides=given)
@@ -129,6 +132,15 @@ def test_runs_that_printed_percentages_fit(published):
     assert (
         fitting_runs([(50.0, 192)]) == 1 and fitting_runs([(50.13, 192)]) == 4 and fitting_runs([(50.05, 192)]) is None
     )
+
+
+def test_the_numbers_are_found_from_anywhere(tmp_path, cells, monkeypatch, console):
+    cells.ruler("dense", {"vt": [1.0, 0.0]})
+    monkeypatch.chdir(tmp_path)
+    assert write_paper([cells.out], console=console)
+    monkeypatch.setattr("evalkit.report.paper.published.CHECKOUT", tmp_path / "none")
+    with pytest.raises(InputError, match="--published names their folder"):
+        write_paper([cells.out], console=console)
 
 
 def test_unreadable_numbers_are_one_line(tmp_path, cells):
@@ -233,6 +245,34 @@ def test_seeds_are_runs_of_one_number_and_the_larger_of_two_candidates_is_shown(
     assert len([note for note in measured.notes if "another run of the same place" in note]) == 2
 
 
+def test_a_difference_is_paired_with_the_dense_run_of_its_own_settings(cells, published):
+    """Each once greedy and once sampled, with as many samples: dense and sparse of one table are of one kind."""
+    lengths = tuple(1024 * 2**i for i in range(8))
+    for length in lengths:
+        for seed, score in ((None, 1.0), (0, 0.0)):
+            cells.ruler("dense", {"vt": [1.0, score]}, length, seed=seed)
+            cells.ruler("cosa-qwen3-8b", {"vt": [0.0, score]}, length, seed=seed)
+    found, pairs = cells.tables(published)
+    assert len({p.measured.decoding for p in pairs if p.measured is not None}) == 1
+    assert all(pair(pairs, method="CoSA", column=str(n)).to_dense.value == -50 for n in lengths)
+    assert not [line for one in found for line in one.remarks if "no paired difference" in line]
+
+
+def test_without_a_dense_run_of_its_settings_on_show_there_is_no_difference(cells, published):
+    """Two methods of different settings: one dense run is shown, and the other method's difference is left out."""
+    for preset, seed in (("cosa-qwen3-8b", None), ("xattention", 0)):
+        cells.ruler("dense", {"vt": [1.0, 1.0]}, seed=seed)
+        cells.ruler(preset, {"vt": [1.0, 0.0]}, seed=seed)
+    found, pairs = cells.tables(published)
+    mine = {name: pair(pairs, method=name, column="4096") for name in ("Dense", "CoSA", "XAttn")}
+    alike = {name for name in ("CoSA", "XAttn") if mine[name].measured.decoding == mine["Dense"].measured.decoding}
+    assert len(alike) == 1
+    assert all((mine[name].to_dense is not None) == (name in alike) for name in ("CoSA", "XAttn"))
+    (other,) = {"CoSA", "XAttn"} - alike
+    (line,) = [line for line in sheet(found, "1").remarks if "no paired difference" in line]
+    assert line.startswith(f"{other}: no paired difference to Dense at 4096, avg, which has other task.generation")
+
+
 def test_a_model_that_the_paper_has_not_stands_alone(cells, published):
     cells.ruler("dense", {"vt": [1.0, 0.0]}, 1024, model="smollm2")
     cells.ruler("cosa-qwen3-8b", {"vt": [1.0, 0.0]}, 1024, model="smollm2")
@@ -292,6 +332,34 @@ def test_the_self_made_set_is_never_beside_printed_numbers(cells, published, dat
         assert (p.published is None) == (p.data == "self-made set")
         if p.method == "Dense" and p.column == "no_cot_easy":
             assert p.measured.estimate.value == (100 if p.data else 50)
+
+
+@pytest.mark.parametrize(("data", "title"), [("/data/renamed.jsonl", "renamed.jsonl"), ("me/copy", "me/copy")])
+def test_other_data_stands_in_a_block_of_its_own(cells, published, data, title):
+    cells.longbench("dense", [1, 0], [1])
+    cells.longbench("dense", [1, 1], [1], data=data)
+    found, pairs = cells.tables(published)
+    assert {one.title for one in found} == {
+        "Table 2: LongBench-v2, qwen3-8b",
+        f"Table 2: LongBench-v2, qwen3-8b, {title}",
+    }
+    assert all((p.published is None) == (p.data == title) for p in pairs)
+    (cell,) = (cell for cell in load([cells.out]).cells if cell.config["task"]["data"] == data)
+    assert below._published(cell, published) is None
+
+
+@pytest.mark.parametrize(("ids", "own"), [("{:024x}", ""), ("q{}", "data.json")])
+def test_a_whole_local_copy_with_published_ids_is_the_published_set(cells, published, ids, own):
+    cells.longbench("dense", [1] * 192, [0] * 311, data="/data/data.json", ids=ids)
+    (block,) = measure(load([cells.out]).cells).tables
+    assert block.data == own
+
+
+def test_other_text_than_the_papers_preset_is_said(cells, published):
+    cells.longbench("dense", [1, 0], [1], truncate_at=4096)
+    found, _ = cells.tables(published)
+    (line,) = [line for line in sheet(found, "2").remarks if line.startswith("Dense: sampled")]
+    assert "task.truncate_at=4096 (the paper's preset: 120000)" in line
 
 
 def ablation(cells):

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from ...task_settings import LONGBENCH_HUB, LongBenchV2Config
-from .data import DIFFICULTIES, LENGTHS, LETTERS, read_items
+from .data import DIFFICULTIES, LENGTHS, LETTERS, read_items, source_kind
 from .prompts import TEMPLATES, cut_middle, extract_answer, fill
 from .samples import PromptSet, choose
 
@@ -78,7 +78,9 @@ def dataset(
 
     counter = named_tokenizer(name)
     rows = []
-    for item in choose(read_items(data, revision), config):
+    items = read_items(data, revision)
+    self_made = source_kind(items) == "self-made"
+    for item in choose(items, config):
         cut = cut_middle(fill(TEMPLATES[mode], item), truncate_at, counter)
         rows.append(
             {
@@ -89,6 +91,7 @@ def dataset(
                 "message": cut.text,
                 "message_tokens": cut.tokens,
                 "truncated": cut.truncated,
+                "self_made": self_made,
             }
         )
     return {"test": Dataset.from_list(rows)}
@@ -114,7 +117,9 @@ def choice_results(doc: Mapping[str, Any], outputs: Sequence[tuple[float, bool]]
 def _scores(doc: Mapping[str, Any], prediction: str | None) -> dict[str, float | None]:
     score = float(prediction == doc["answer"])
     categories = {name: score if name in (doc["difficulty"], doc["bucket"]) else None for name in CATEGORIES}
-    return {"score": score, **categories}
+    # A metric of its own in lm-eval's table, which else says nothing of the data: 1 on the self-made set, else absent.
+    label = {"self_made": 1.0} if doc.get("self_made") else {}
+    return {"score": score, **categories, **label}
 
 
 def mean_of_own(items: Sequence[float | None]) -> float:

@@ -16,7 +16,7 @@ from ..load import load
 from ..provenance import provenance
 from .layout import APART, OVERLAP, Cell, Pair, Sheet, sheets, signed
 from .measured import measure
-from .published import USUAL, read
+from .published import read, usual_folder
 
 FILES = {"markdown": "paper.md", "csv": "paper.csv", "latex": "paper.tex"}
 ALIASES = {"md": "markdown", "tex": "latex"}
@@ -51,7 +51,7 @@ def write_paper(
     Args:
         directories: results directories of runs.
         out: where to write; ``None`` = the first directory.
-        published: folder with the paper's numbers; ``None`` = :data:`.published.USUAL`.
+        published: folder with the paper's numbers; ``None`` = :func:`.published.usual_folder`.
         formats: keys of :data:`FILES` (or ``md``, ``tex``); empty = all.
         console: where to print.
 
@@ -65,7 +65,7 @@ def write_paper(
     """
     given = [Path(item) for item in directories]
     wanted = _formats(formats)
-    numbers = read(Path(published or USUAL))
+    numbers = read(Path(published) if published is not None else usual_folder())
     loaded = load(given)
     measured = measure(loaded.cells)
     found, pairs = sheets(measured, numbers)

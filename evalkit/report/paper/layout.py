@@ -433,7 +433,21 @@ def _remarks(pairs: Mapping[str, Mapping[str, Pair]]) -> list[str]:
         if own:
             what = ", ".join(sorted({f"{part.decoding}, {part.runs} run{'s' * (part.runs > 1)}" for part in own}))
             found.append(f"{name}: {what}{'; ' if notes else ''}{', '.join(notes)}.")
-    return found
+    return found + _unpaired(pairs)
+
+
+def _unpaired(pairs: Mapping[str, Mapping[str, Pair]]) -> list[str]:
+    """Where a measured number has no paired difference to the measured dense one, and why."""
+    columns: dict[tuple[str, str], list[str]] = {}
+    for name, row in pairs.items():
+        for column, pair in row.items():
+            dense = pairs[DENSE][column].measured if DENSE in pairs and column in pairs[DENSE] else None
+            if pair.measured is not None and dense is not None and pair.to_dense is None and name != DENSE:
+                columns.setdefault((name, pair.measured.unlike(dense)), []).append(HEADERS.get(column, column))
+    return [
+        f"{name}: no paired difference to Dense at {', '.join(found)}, which has {why}."
+        for (name, why), found in columns.items()
+    ]
 
 
 def signed(estimate: Estimate | None) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ...store import CellResult, canonical_json
+from ...store import TWIN_FREE, CellResult, canonical_json
 from .. import averages, longbench, stats
 from ..names import model_label, unique
 from ..rows import PERCENT, budget
@@ -16,6 +16,8 @@ from ..stats import Estimate
 from .published import LONG
 
 RULER_TASKS = 13
+LONGBENCH_PRESET = {"length": 131072, "truncate_at": 120000}
+"""Settings of Table 2's presets (conf/task/longbench-v2.yaml) that decide which text a model sees."""
 QUESTIONS = averages.LONGBENCH_V2_COUNTS
 Scores = dict[tuple[str, int], float]
 """Mean score over runs by (subtask or difficulty, index)."""
@@ -53,6 +55,7 @@ class Measure:
         runs: seeds that were averaged.
         decoding: ``greedy`` or ``sampled``.
         notes: how it differs from the printed setting.
+        setting: all that a cell shares with its dense twin but the seed of its sampling, by dotted name.
     """
 
     scores: Scores
@@ -63,6 +66,7 @@ class Measure:
     runs: int
     decoding: str = "greedy"
     notes: tuple[str, ...] = ()
+    setting: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -70,13 +74,23 @@ class Measure:
         return stats.mean_score(self._strata()).times(PERCENT)
 
     def minus(self, base: Measure) -> Estimate | None:
-        """Paired difference in points; None where the two were not measured on the same samples."""
-        if self.scores.keys() != base.scores.keys() or self.weights != base.weights:
+        """Paired difference in points; None where the two do not differ in the method alone."""
+        if self.unlike(base):
             return None
         strata = [
             (weight, [self.scores[key] - base.scores[key] for key in keys]) for weight, keys in self._keys() if keys
         ]
         return stats.score_difference(strata).times(PERCENT)
+
+    def unlike(self, base: Measure) -> str:
+        """What forbids pairing: settings that differ (method aside), or other samples; empty where nothing does."""
+        names = sorted({*self.setting, *base.setting})
+        differing = [name.partition("@")[0] for name in names if self.setting.get(name) != base.setting.get(name)]
+        other = unique(".".join(name.split(".")[:3]) for name in differing)
+        if other:
+            return f"other {', '.join(other)}"
+        same = self.scores.keys() == base.scores.keys() and self.weights == base.weights
+        return "" if same else "other samples"
 
     def _keys(self) -> list[tuple[float, list[tuple[str, int]]]]:
         return [(weight, sorted(key for key in self.scores if key[0] == name)) for name, weight in self.weights.items()]
@@ -85,6 +99,8 @@ class Measure:
         return [(weight, [self.scores[key] for key in keys]) for weight, keys in self._keys()]
 
 
+Place = tuple[Block, str, int | str]
+"""Block, method preset and column."""
 Table = dict[str, dict[int | str, Measure]]
 """Measures by method preset and column."""
 
@@ -111,10 +127,11 @@ def preset(cell: CellResult) -> str:
 def measure(cells: Iterable[CellResult]) -> Measured:
     """Sort finished cells into tables.
 
-    Cells that differ only in the seed of their sampling are runs of one number. Of several candidates for one place the
-    one with the most samples is taken, and the others are noted.
+    Cells that differ only in the seed of their sampling are runs of one number. Of several candidates for one place
+    the one is taken whose settings most methods of the column share, then most of the block, then the one with the most
+    samples: a sparse number stands beside the dense one of its own settings. The others are noted.
     """
-    places: dict[tuple[Block, str, int | str], dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    places: dict[Place, dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
     notes: list[str] = []
     for cell in cells:
         place = place_of(cell)
@@ -122,12 +139,12 @@ def measure(cells: Iterable[CellResult]) -> Measured:
             notes.append(f"in no table of the paper: {cell.label}")
         else:
             places[place][_settings(cell)].append(cell)
+    rank = _ranking(places)
     tables: dict[Block, Table] = defaultdict(lambda: defaultdict(dict))
-    for (block, method, column), variants in places.items():
-        best, *others = sorted(variants.values(), key=lambda runs: (-len(runs[0].records), -len(runs), runs[0].key))
-        notes += [
-            f"another run of the same place is shown, with as many samples or more: {runs[0].label}" for runs in others
-        ]
+    for place, variants in places.items():
+        block, method, column = place
+        best, *others = sorted(variants.values(), key=lambda runs: rank(place, runs))
+        notes += [f"another run of the same place is shown: {runs[0].label}" for runs in others]
         if column in ("no_cot", "cot"):
             for name, found in _difficulties(best).items():
                 tables[block][method][f"{column}_{name}"] = found
@@ -136,25 +153,96 @@ def measure(cells: Iterable[CellResult]) -> Measured:
     return Measured({block: dict(table) for block, table in tables.items()}, unique(notes))
 
 
-def place_of(cell: CellResult) -> tuple[Block, str, int | str] | None:
+def _ranking(
+    places: Mapping[Place, Mapping[str, list[CellResult]]],
+) -> Callable[[Place, list[CellResult]], tuple[Any, ...]]:
+    """Order in which the candidates of a place are taken, the same for all methods of a column."""
+    methods: dict[tuple[Block, int | str, str], set[str]] = defaultdict(set)
+    covered: dict[tuple[Block, str], set[tuple[str, int | str]]] = defaultdict(set)
+    samples: dict[tuple[Block, str], int] = defaultdict(int)
+    for (block, method, column), variants in places.items():
+        for runs in variants.values():
+            family = _family(runs[0])
+            methods[block, column, _twin_settings(runs[0])].add(method)
+            covered[block, family].add((method, column))
+            samples[block, family] += sum(len(cell.records) for cell in runs)
+
+    def rank(place: Place, runs: list[CellResult]) -> tuple[Any, ...]:
+        block, _, column = place
+        twin, family = _twin_settings(runs[0]), _family(runs[0])
+        return (
+            -len(methods[block, column, twin]),
+            -len(covered[block, family]),
+            -samples[block, family],
+            family,
+            -len(runs[0].records),
+            twin,
+            -len(runs),
+            runs[0].key,
+        )
+
+    return rank
+
+
+def place_of(cell: CellResult) -> Place | None:
     """Table, method preset and column that a cell has a number for; None for a cell that is in no table."""
     task = cell.config.get("task", {})
     if task.get("name") == "ruler":
         return Block("ruler", model_label(cell)), preset(cell), int(task["length"])
     if task.get("name") != "longbench_v2" or task.get("mode") not in ("direct", "cot"):
         return None
-    data = "self-made set" if longbench.is_small(cell) else ""
+    data = longbench.other_data(cell)
     reasons = task["mode"] == "cot" or bool(cell.config.get("model", {}).get("thinking"))
     return Block("longbench_v2", model_label(cell), data), preset(cell), "cot" if reasons else "no_cot"
 
 
 def _settings(cell: CellResult) -> str:
     """Everything of a cell's identity but the seed of its sampling."""
+    return canonical_json(_without_seed(cell))
+
+
+def _twin_settings(cell: CellResult) -> str:
+    """:func:`_settings` that a dense twin shares."""
+    return canonical_json({name: part for name, part in _without_seed(cell).items() if name not in TWIN_FREE})
+
+
+def _family(cell: CellResult) -> str:
+    """:func:`_twin_settings` without what the columns of a block differ in, and without the number of samples."""
+    identity = {name: dict(part) for name, part in _without_seed(cell).items() if name not in TWIN_FREE}
+    for name in ("rope_factor", "thinking"):
+        identity["model"].pop(name, None)
+    for name in ("length", "mode", "limit", "precision"):
+        identity["task"].pop(name, None)
+    identity["task"]["generation"] = _decoding_of(cell)
+    identity.get("data", {}).pop("samples", None)
+    return canonical_json(identity)
+
+
+def _without_seed(cell: CellResult) -> dict[str, dict[str, Any]]:
     identity = {name: dict(part) for name, part in cell.identity.items()}
     generation = identity["task"].get("generation")
     if isinstance(generation, Mapping):
         identity["task"]["generation"] = {name: value for name, value in generation.items() if name != "seed"}
-    return canonical_json(identity)
+    return identity
+
+
+def _shared_setting(cell: CellResult) -> dict[str, str]:
+    """:attr:`Measure.setting` of a cell."""
+    shared = {name: part for name, part in _without_seed(cell).items() if name not in TWIN_FREE}
+    return dict(_leaves(shared))
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, str(node)
+
+
+def _decoding_of(cell: CellResult) -> str:
+    generation = cell.config.get("task", {}).get("generation") or {}
+    return "greedy" if generation.get("sampling", "greedy") == "greedy" else "sampled"
 
 
 def _measure(runs: Sequence[CellResult], groups: Mapping[str, list[dict[str, Any]]], notes: Iterable[str]) -> Measure:
@@ -162,10 +250,8 @@ def _measure(runs: Sequence[CellResult], groups: Mapping[str, list[dict[str, Any
     weights = dict.fromkeys(groups, 1 / len(groups))
     records = [record for group in groups.values() for record in group]
     spent = budget(records)
-    generation = runs[0].config.get("task", {}).get("generation") or {}
-    decoding = "greedy" if generation.get("sampling", "greedy") == "greedy" else "sampled"
-    scores = _mean_over_runs(groups)
-    return Measure(scores, weights, records, spent["B_block"], spent["B"], len(runs), decoding, tuple(notes))
+    scores, decoding, shared = _mean_over_runs(groups), _decoding_of(runs[0]), _shared_setting(runs[0])
+    return Measure(scores, weights, records, spent["B_block"], spent["B"], len(runs), decoding, tuple(notes), shared)
 
 
 def _mean_over_runs(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> Scores:
@@ -191,7 +277,11 @@ def _difficulties(runs: Sequence[CellResult]) -> dict[str, Measure]:
         records = [record for cell in runs for record in cell.records if record["item"]["difficulty"] == name]
         if records:
             count = len({record["index"] for record in records})
-            notes = [*_changed(runs[0]), *([] if count == whole else [f"{count} of {whole} {name} questions"])]
+            notes = [
+                *_changed(runs[0]),
+                *_other_text(runs[0]),
+                *([] if count == whole else [f"{count} of {whole} {name} questions"]),
+            ]
             found[name] = _measure(runs, {name: records}, notes)
     return found
 
@@ -199,6 +289,16 @@ def _difficulties(runs: Sequence[CellResult]) -> dict[str, Measure]:
 def _changed(cell: CellResult) -> list[str]:
     """Settings of the method that were given on top of its preset."""
     return [item for item in cell.overrides if item.lstrip("+").startswith("method.")]
+
+
+def _other_text(cell: CellResult) -> list[str]:
+    """Settings by which a LongBench-v2 cell sees other text than Table 2's presets."""
+    task = cell.config["task"]
+    return [
+        f"task.{name}={task[name]} (the paper's preset: {usual})"
+        for name, usual in LONGBENCH_PRESET.items()
+        if task.get(name, usual) != usual
+    ]
 
 
 def _ruler_notes(runs: Sequence[CellResult]) -> list[str]:
@@ -224,6 +324,7 @@ def over_lengths(row: Mapping[int | str, Measure], lengths: Sequence[int]) -> Me
         min(part.runs for part in parts.values()),
         _decoding(parts.values()),
         tuple(unique(note for part in parts.values() for note in part.notes)),
+        _settings_of(parts),
     )
 
 
@@ -246,7 +347,12 @@ def over_difficulties(row: Mapping[int | str, Measure], columns: Sequence[str] =
     notes = unique(note for part in parts.values() for note in part.notes)
     runs = min(part.runs for part in parts.values())
     decoding = _decoding(parts.values())
-    return Measure(scores, weights, records, spent["B_block"], spent["B"], runs, decoding, tuple(notes))
+    shared = _settings_of(parts)
+    return Measure(scores, weights, records, spent["B_block"], spent["B"], runs, decoding, tuple(notes), shared)
+
+
+def _settings_of(parts: Mapping[Any, Measure]) -> dict[str, str]:
+    return {f"{name}@{column}": value for column, part in parts.items() for name, value in part.setting.items()}
 
 
 def _decoding(parts: Iterable[Measure]) -> str:

@@ -11,6 +11,7 @@ from ...errors import InputError
 from .. import averages
 
 USUAL = "results/paper"
+CHECKOUT = Path(__file__).parents[3] / USUAL
 FILES = {
     "ruler": ("ruler.csv", ("model", "method", "length_tokens", "accuracy_pct", "budget_pct")),
     "longbench_v2": (
@@ -90,6 +91,12 @@ class Published:
         return Number(accuracy, averages.budget_over_lengths(budgets))
 
 
+def usual_folder() -> Path:
+    """:data:`USUAL` below the working directory, else in the checkout that this package lies in."""
+    here = Path(USUAL)
+    return CHECKOUT if CHECKOUT.is_dir() and not here.is_dir() else here
+
+
 def read(folder: Path) -> Published:
     """Read the printed tables.
 
@@ -123,7 +130,9 @@ def _rows(folder: Path, name: str) -> list[dict[str, str]]:
             rows = list(reader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise InputError("published", str(path), f"a CSV file with the paper's numbers ({reason})") from None
+        raise InputError(
+            "published", str(path), f"a CSV file with the paper's numbers ({reason}); --published names their folder"
+        ) from None
     if missing:
         raise InputError("published", str(path), f"columns {', '.join(missing)} too")
     for line, row in enumerate(rows, start=2):
