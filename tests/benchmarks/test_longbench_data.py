@@ -146,14 +146,6 @@ def make_item(row, index):
 
 
 # -------------------------------------------------------------------------------------------------- the self-made set
-def test_self_made_questions_are_known_under_other_ids(tmp_path):
-    rows = [json.loads(line) for line in small_file().read_text().splitlines()]
-    for number, row in enumerate(rows):
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps([{**row, "_id": f"{number:024x}", "context": "Another text."}]))
-        assert source_kind(read_items(str(path))) == "self-made"
-
-
 def test_the_file_is_what_its_maker_makes():
     assert small_file().read_text(encoding="utf-8") == make_small.text()
 

@@ -72,7 +72,7 @@ def test_choices_of_any_model(metadata):
 
 def test_only_the_self_made_set_is_labelled(metadata, tmp_path):
     row = json.loads(small_file().read_text().splitlines()[0])
-    changes = {"_id": "q0", "question": "Another?", "domain": "d", "sub_domain": "s"}
+    changes = {"_id": "q0", "question": "Another?"}
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps({**row, **changes}) + "\n")
     scores, _ = evaluate("longbench_v2_loglikelihood", {**metadata, "data": str(path), "limit": 1})

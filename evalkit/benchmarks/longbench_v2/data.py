@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -83,20 +83,9 @@ class NotJson:
 
 def source_kind(items: Sequence[Item]) -> str:
     """``official`` for the whole published set by its size, ``self-made`` for ours, ``other`` for everything else."""
-    if any(item.id.startswith(SMALL_ID) or _kind_of_question(vars(item)) in _own_questions() for item in items):
+    if any(item.id.startswith(SMALL_ID) for item in items):
         return "self-made"
     return "official" if Counter(item.difficulty for item in items) == OFFICIAL_COUNTS else "other"
-
-
-def _kind_of_question(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["domain"], row["sub_domain"], *row["question"].split()[:3]
-
-
-@cache
-def _own_questions() -> frozenset[tuple[str, ...]]:
-    """How the self-made questions are filed and begin: it tells them under other ids and out of another seed."""
-    lines = small_file().read_text(encoding="utf-8").splitlines()
-    return frozenset(_kind_of_question(json.loads(line)) for line in lines)
 
 
 def read_items(data: str, revision: str | None = None) -> list[Item]:
