@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,6 +145,8 @@ class Cells:
         self._model = [*([] if named else [f"model={settings.model.name}"]), *model_overrides]
         self.paths: dict[str, Path] = {}
         self._progress = Progress()
+        # Searches of different budgets meet in a cell: one runs it, the others wait and read it.
+        self._locks: defaultdict[str, Lock] = defaultdict(Lock)
 
     def method(self, p: float, skip_scale: float = -1.0, order: str = REMAPPED) -> CoSA:
         """CoSA at one point of the grid."""
@@ -165,8 +169,9 @@ class Cells:
         out = Path(self.settings.runs).expanduser()
         cell = Cell(self.settings.model, method, task, self.settings.execution, out, tuple(overrides))
         cell.validate()
-        self._progress.starting(cell.label)
-        outcome = self._runner(cell)
+        with self._locks[cell.label]:
+            self._progress.starting(cell.label)
+            outcome = self._runner(cell)
         if not outcome.ok or outcome.directory is None:
             if outcome.traceback:
                 print(outcome.traceback.rstrip(), flush=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -224,6 +225,24 @@ def test_several_cells_at_a_time_give_the_same(tmp_path):
 
     with pytest.raises(EvalkitError, match="out of memory"):
         remap.run(analysis(tmp_path / "fails", workers=3), "c", [], fails)
+
+
+def test_searches_that_meet_in_a_cell_do_not_run_it_side_by_side(tmp_path):
+    inner, running = FakeRuns(), set()
+
+    def one_at_a_time(cell):
+        if cell.label in running:
+            return CellOutcome(cell.label, "failed", "in use by another process", tmp_path, 1.0)
+        running.add(cell.label)
+        time.sleep(0.02)
+        try:
+            return inner(cell)
+        finally:
+            running.remove(cell.label)
+
+    budgets = (0.54, 0.42, 0.32, 0.28)
+    remap.run(analysis(tmp_path, ratios=(-1.0, 0.25), budgets=budgets, workers=4), "c", [], one_at_a_time)
+    assert len(inner.ran) == len({cell.label for cell in inner.ran}), "and do not run it twice"
 
 
 def test_orders_share_the_selection(tmp_path):

@@ -92,7 +92,8 @@ def test_heads_of_different_patterns(case, tmp_path):
     logits, got = run(model, ids, method)
     assert kl(eager, reference) > 3 * floor and kl(reference, logits) <= 3 * floor
     assert abs(got.budget.record()["B"] - account.budget.record()["B"]) <= 2e-3
-    assert "torch" not in "".join(got.backends)
+    # Heads of block_sparse rank pooled blocks, which torch does on every device.
+    assert got.backends == {"proxy:triton": LAYERS, "proxy:torch": LAYERS, "triton": LAYERS} and not got.warnings
 
 
 @pytest.mark.parametrize("mixed", [False, True])
