@@ -35,8 +35,9 @@ from .ttft import build, in_turn
 NAME = "pageweaver-model"
 FIXED_SCALE = 16 / E4M3_MAX
 """Of a cache that quantises as it is written: it cannot know the largest key to come. Normed keys lie well within."""
-TOLERANCE = 0.1
-"""Relative L2 distance of the last logits between variants, which round in each layer."""
+TOLERANCE = {"model": 0.1, "fp8": 0.5}
+"""Relative L2 distance of the last logits between variants, which round in each layer; FP8 products by 4e-2 a layer.
+Logits of other pages are 1.4 away."""
 
 
 def launch(settings: PageModelBench, command: str) -> Path:
@@ -98,7 +99,7 @@ def _measure(
             if base is None:
                 base = logits
             distance = float((logits.float() - base.float()).norm() / base.float().norm())
-            if not distance <= TOLERANCE:
+            if not distance <= TOLERANCE[kv_dtype]:
                 raise WrongResult(f"{name} at {tokens} tokens: logits are {distance:.2g} from those of {names[0]}")
         except torch.OutOfMemoryError as error:
             left_out(f"{name} at {tokens} tokens", error)
