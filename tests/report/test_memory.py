@@ -12,17 +12,30 @@ RESULTS = Path(__file__).parents[2] / "results" / "h200"
 
 
 @pytest.fixture(scope="module")
-def measured():
-    rows = pd.read_csv(RESULTS / "benchmarks.csv", dtype=str).drop_duplicates()
-    peaks = rows[(rows.iloc[:, 0] == "ttft") & (rows == "peak_memory").any(axis=1) & (rows == "fa2").any(axis=1)]
-    length = peaks.apply(lambda row: next(int(v) for v in row if str(v).isdigit()), axis=1)
-    value = peaks.apply(lambda row: float(row.iloc[list(row).index("peak_memory") + 1]), axis=1)
-    return dict(zip(length, value, strict=True))
+def peaks():
+    rows = pd.read_csv(RESULTS / "benchmarks.csv")
+    return rows[(rows.bench == "ttft") & (rows.metric == "peak_memory")]
+
+
+@pytest.fixture(scope="module")
+def measured(peaks):
+    """GiB of a plain prefill by its tokens."""
+    return peaks[peaks.variant == "fa2"].groupby("tokens").value.last()
+
+
+@pytest.fixture(scope="module")
+def scored(peaks):
+    """GiB of a sparse prefill with loss and fidelity."""
+    return peaks[peaks.setting.str.contains("loss on all tokens, fidelity")].groupby("tokens").value.last()
 
 
 @pytest.mark.parametrize("tokens", [4096, 32768, 131072])
 def test_the_sum_is_the_measured_peak(measured, tokens):
     assert total(prefill_parts(Shape(), tokens)) == pytest.approx(measured[tokens], abs=0.01)
+
+
+def test_the_sum_with_the_dense_states_is_the_measured_peak(scored):
+    assert total(reference_parts(Shape(), 131072)) == pytest.approx(scored[131072], abs=0.01)
 
 
 def test_parameters_are_those_of_the_built_model():
@@ -45,5 +58,5 @@ def test_128k_with_perplexity_fits_80_gb():
     assert total(prefill_parts(Shape(), 131072, 8192)) < total(prefill_parts(Shape(), 131072)) - 10
 
 
-def test_the_page_is_up_to_date(measured):
-    assert (RESULTS / "memory.md").read_text() == markdown(measured[131072]) + "\n"
+def test_the_page_is_up_to_date(measured, scored):
+    assert (RESULTS / "memory.md").read_text() == markdown(measured[131072], scored[131072]) + "\n"
