@@ -15,7 +15,7 @@ from .single import require_given, run_single, section
 TOP_LEVEL = ("model", "method", "preset", "calibrate", "execution")
 
 HELP = """usage: evalkit calibrate method=<name> calibrate.lengths=[<tokens>] calibrate.budgets=[<B>] [key=value ...]
-       evalkit calibrate preset=<name>
+       evalkit calibrate preset=<name> [model=<name>] [calibrate.lengths=[<tokens>]]
 
 Find the value of a method's knob that reaches a budget (or a recall of attention mass: calibrate.recalls) at each
 length, on the second half of a text, and write it with where it comes from. What was measured before a kill is not

@@ -239,6 +239,17 @@ def fixed_settings(method: Method) -> dict[str, Any]:
     return settings
 
 
+def path_of(named: str | None, model: str, method: Method) -> Path:
+    """The calibration file of a model.
+
+    Args:
+        named: what ``method.calibration`` names; ``{model}`` in it stands for the model's name.
+        model: name of the model.
+        method: decides the name where none is given.
+    """
+    return Path(named.replace("{model}", model)).expanduser() if named else default_path(model, method)
+
+
 def default_path(model: str, method: Method) -> Path:
     """Where the calibration of a model and these settings is kept unless it is told otherwise."""
     digest = hashlib.sha256(json.dumps(fixed_settings(method), sort_keys=True).encode()).hexdigest()[:8]

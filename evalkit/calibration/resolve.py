@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..config import Cell, method_name, shown_knobs
 from ..errors import InputError
 from ..methods.base import Knob, Method
-from .file import OWN_FIELDS, Calibration, Entry, default_path, knob_of, with_field
+from .file import OWN_FIELDS, Calibration, Entry, knob_of, path_of, with_field
 
 
 def asks(method: Any) -> bool:
@@ -70,7 +73,7 @@ def command(cell: Cell) -> str:
     method: Method = cell.method  # type: ignore[assignment]
     preset = _preset(method.calibration)
     if preset is not None:
-        return f"evalkit calibrate preset={preset}"
+        return " ".join(["evalkit calibrate", f"preset={preset}", *_beyond_preset(preset, cell)])
     left_out = {f"method.{field}" for field in ("budget_target", method.knob.field if method.knob else "")}
     if method.knob and method.knob.table_field:
         left_out.add(f"method.{method.knob.table_field}")
@@ -89,7 +92,7 @@ def _lookup(cell: Cell, method: Method) -> tuple[str, Calibration, Entry | None]
     knob = knob_of(method, name, value)
     if target is not None and not 0 < target < 1:
         raise InputError("method.budget_target", target, "above 0, below 1")
-    path = Path(method.calibration).expanduser() if method.calibration else default_path(cell.model.name, method)
+    path = path_of(method.calibration, cell.model.name, method)
     if not path.is_file():
         raise InputError(name, value, f"needs the calibration {path}, which is missing; run: {command(cell)}")
     calibration = Calibration.read(path, name)
@@ -112,9 +115,22 @@ def _between(calibration: Calibration, cell: Cell, method: Method, knob: Knob) -
 
 def _preset(calibration: str | None) -> str | None:
     """Name of the preset of ``evalkit calibrate`` that makes a file: the one of the file's own name."""
-    from importlib.resources import files
-
     if calibration is None:
         return None
     stem = Path(calibration).stem
-    return stem if (files("evalkit.conf") / "preset" / f"{stem}.yaml").is_file() else None
+    return stem if _preset_file(stem).is_file() else None
+
+
+def _preset_file(name: str) -> Any:
+    return files("evalkit.conf") / "preset" / f"{name}.yaml"
+
+
+def _beyond_preset(name: str, cell: Cell) -> list[str]:
+    """What a preset of ``evalkit calibrate`` has to be told to make the value of a cell."""
+    content = yaml.safe_load(_preset_file(name).read_text(encoding="utf-8"))
+    told = []
+    if {"override /model": cell.model.name} not in content["defaults"]:
+        told.append(shlex.quote(f"model={cell.model.name}"))
+    if cell.task.length not in content["calibrate"]["budget_at"]:
+        told.append(f"calibrate.lengths=[{cell.task.length}]")
+    return told

@@ -23,7 +23,7 @@ from ..identity import versions
 from ..methods.base import Knob, Method
 from ..models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
 from .disjoint import Fingerprints
-from .file import Calibration, Entry, default_path, fixed_settings, knob_of, with_field, write_yaml
+from .file import Calibration, Entry, fixed_settings, knob_of, path_of, with_field, write_yaml
 from .measure import Spent, Workbench, table_at
 from .search import Axis, solve
 from .settings import CLOSE, CalibrateConfig, Target
@@ -57,8 +57,18 @@ class Request:
     @property
     def path(self) -> Path:
         """The file to write."""
-        named = self.method.calibration
-        return Path(named).expanduser() if named else default_path(self.model.name, self.bare)
+        return path_of(self.method.calibration, self.model.name, self.bare)
+
+    @property
+    def left_out(self) -> list[int]:
+        """Lengths of ``calibrate.budget_at`` beyond the model, where it holds others too: a table of a longer model."""
+        beyond = sorted(length for length in self.settings.budget_at if length > self.model.max_length)
+        return [] if self.settings.lengths or len(beyond) == len(self.settings.budget_at) else beyond
+
+    def supported(self) -> Request:
+        """The request without the lengths that are left out."""
+        kept = {n: budget for n, budget in self.settings.budget_at.items() if n not in self.left_out}
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, budget_at=kept))
 
     def validate(self) -> Knob:
         """Find every bad value before anything is loaded; return the knob.
@@ -98,6 +108,10 @@ def calibrate(request: Request) -> int:
         InputError, MissingAsset: a setting or file is wrong; nothing was run.
         StoreError: another process writes to the same file.
     """
+    if request.left_out:
+        beyond, model = ", ".join(map(str, request.left_out)), request.model
+        print(f"left out: {beyond} tokens; {model.name} supports at most {model.max_length}", flush=True)
+        request = request.supported()
     knob = request.validate()
     torch.manual_seed(request.execution.seed)
     if request.execution.threads is not None:

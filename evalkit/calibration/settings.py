@@ -39,7 +39,9 @@ class CalibrateConfig:
         lengths: prompt lengths in tokens; each is calibrated to every target.
         budgets: target budgets.
         recalls: target recalls: the share of the true attention mass in the blocks that the method visits.
-        budget_at: one target budget a length, in place of ``lengths`` x ``budgets``.
+        budget_at: one target budget a length, in place of ``lengths`` x ``budgets``. With ``lengths`` and no other
+            target these lengths alone are searched, each to the budget of the longest length of the table that is not
+            longer, or of its shortest.
         measure: which budget is meant; ``method.budget_target`` finds entries of ``B`` alone.
         per_head: search a table with one value for each layer and query head, of equal recall in all of them.
         text: ``essays`` or a local .txt, .json or .jsonl file; its second half is calibrated on.
@@ -66,12 +68,17 @@ class CalibrateConfig:
         """Everything that is asked for, by length."""
         kinds = [("budget", value) for value in self.budgets] + [("recall", value) for value in self.recalls]
         crossed = [Target(length, kind, value) for length in self.lengths for kind, value in kinds]
-        single = [Target(length, "budget", value) for length, value in self.budget_at.items()]
+        of_table = () if not self.budget_at else self.lengths if self.lengths and not kinds else tuple(self.budget_at)
+        single = [Target(length, "budget", self._of_table(length)) for length in of_table]
         return sorted({*crossed, *single}, key=lambda t: (t.length, t.kind, t.value))
+
+    def _of_table(self, length: int) -> float:
+        """The budget that ``budget_at`` has for a length."""
+        return self.budget_at[max((key for key in self.budget_at if key <= length), default=min(self.budget_at))]
 
     def validate(self) -> None:
         """Raise InputError on the first bad value."""
-        if self.lengths and not (self.budgets or self.recalls):
+        if self.lengths and not (self.budgets or self.recalls or self.budget_at):
             raise InputError("calibrate.budgets", list(self.budgets), "at least one target for calibrate.lengths")
         if not self.targets:
             raise InputError(

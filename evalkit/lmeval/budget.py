@@ -11,9 +11,9 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from lm_eval import evaluator
+from .hook import before_evaluation
 
 BUDGETS = ("B", "B_stage1", "B_cost", "B_block", "B_stage1_block")
 """Ratios of a document, and of a task, under the names of the store's records (see :mod:`evalkit.budget`)."""
@@ -24,10 +24,26 @@ class Text(str):
 
     prefills: tuple[dict[str, Any], ...]
 
-    def __new__(cls, text: str, prefills: Sequence[dict[str, Any]] = ()) -> Text:
+    def __new__(cls, text: str, prefills: Sequence[dict[str, Any]] = ()) -> Self:
         """Attach ``prefills`` to ``text``; unpickling gives the text alone and restores the rest after it."""
         self = super().__new__(cls, text)
         self.prefills = tuple(prefills)
+        return self
+
+
+class Chain(Text):
+    """A reasoning and the answer that was asked for after it, as one text.
+
+    Attributes:
+        answer: the answer alone.
+    """
+
+    answer: str
+
+    def __new__(cls, reasoning: str, answer: str = "", prefills: Sequence[dict[str, Any]] = ()) -> Self:
+        """Join both; unpickling gives the whole text alone and restores the rest after it."""
+        self = super().__new__(cls, f"{reasoning}\n\n{answer}" if answer else reasoning, prefills)
+        self.answer = answer
         return self
 
 
@@ -130,20 +146,11 @@ def install(applies: Callable[[Any], bool]) -> None:
     Args:
         applies: whether a model is one.
     """
-    plain = evaluator.evaluate
-    if getattr(plain, "evalkit_budget", False):
-        return
 
-    @functools.wraps(plain)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        lm = kwargs.get("lm", args[0] if args else None)
-        task_dict = kwargs.get("task_dict", args[1] if len(args) > 1 else None)
-        # A response cache wraps the model.
-        if applies(vars(lm).get("lm", lm)) and isinstance(task_dict, Mapping):
-            for task in task_dict.get("tasks", task_dict).values():
+    def look(model: Any, tasks: Mapping[str, Any]) -> None:
+        if applies(model):
+            for task in tasks.values():
                 if hasattr(task, "process_results"):
                     attach(task)
-        return plain(*args, **kwargs)
 
-    evaluate.evalkit_budget = True  # type: ignore[attr-defined]
-    evaluator.evaluate = evaluate
+    before_evaluation("budget", look)

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ..errors import EvalkitError, InputError
-from . import NAME, register
+from . import NAME, prompt_cache, register
 
 INCLUDE = "--include_path"
 
@@ -32,6 +32,7 @@ def main() -> int:
         from lm_eval.__main__ import cli_evaluate
 
         register()
+        prompt_cache.install()
         cli_evaluate()
     except EvalkitError as error:
         print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)

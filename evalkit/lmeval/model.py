@@ -25,9 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..attention import Session
+from ..benchmarks.longbench_v2 import second, two_stage
 from ..benchmarks.perplexity import ids_sha256
 from ..errors import InputError, IntegrityError
-from ..generation import Decoding
+from ..generation import Decoding, Generated, generate
 from ..identity import cell_identity, provenance
 from ..lm import end_tokens
 from ..models.loading import load_model, load_tokenizer, locate, resolve_device, resolve_dtype
@@ -35,7 +36,7 @@ from ..prompts import PromptRenderer
 from ..reference import score_window
 from ..runner import _backend
 from ..task_settings import Sampling
-from .budget import LogLikelihood, Rolling, Text, install
+from .budget import Chain, LogLikelihood, Rolling, Text, install
 from .settings import settings
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -53,6 +54,7 @@ class _Generation:
         stop: texts that end the answer.
         limit: longest answer, tokens.
         sampling: None for greedy.
+        second: what the answer is asked for with after a chain of thought; None for a request of one stage.
     """
 
     args: tuple[Any, ...]
@@ -60,6 +62,7 @@ class _Generation:
     stop: list[str]
     limit: int
     sampling: Sampling | None
+    second: dict[str, Any] | None = None
 
 
 class SparsePrefillLM(TemplateLM):
@@ -72,6 +75,9 @@ class SparsePrefillLM(TemplateLM):
     Raises:
         InputError, MissingAsset: an argument cannot be used; the message names it.
     """
+
+    two_stages = True
+    """Asks the second stage of a chain of thought, see :mod:`~evalkit.benchmarks.longbench_v2.two_stage`."""
 
     def __init__(
         self,
@@ -92,8 +98,10 @@ class SparsePrefillLM(TemplateLM):
         source = locate(cell.model)
         self.tokenizer: Any = load_tokenizer(source, cell.model)
         chat = bool(self.tokenizer.chat_template)
-        renderer = PromptRenderer(self.tokenizer, chat=chat, thinking=cell.model.thinking if chat else None)
-        data = {"weights": source.checksum, "prompt": renderer.fingerprint}
+        self._renderers = {False: PromptRenderer(self.tokenizer, chat=False)}
+        if chat:
+            self._renderers[True] = PromptRenderer(self.tokenizer, chat=True, thinking=cell.model.thinking)
+        data = {"weights": source.checksum, "prompt": self._renderers[chat].fingerprint}
         self.identity = {
             **cell_identity(cell, device=self._device, dtype=dtype, backend=backend, data=data),
             "requests": self.settings.requests,
@@ -271,7 +279,7 @@ class SparsePrefillLM(TemplateLM):
         prepared = [self._generation(request) for request in requests]
         results: list[str] = []
         for item in tqdm(prepared, disable=disable_tqdm, desc="Running generate_until requests"):
-            found = self._generate(item)
+            found = self._generate(item) if item.second is None else self._chain(item, item.second)
             self.cache_hook.add_partial("generate_until", item.args, found)
             results.append(found)
         return results
@@ -282,6 +290,9 @@ class SparsePrefillLM(TemplateLM):
         stop = handle_stop_sequences(arguments.pop("until", None), eos=self.tokenizer.decode(self.eot_token_id))
         limit, sampled = int(arguments.pop("max_gen_toks")), bool(arguments.pop("do_sample", False))
         chosen = {name: arguments.pop(name) for name in SAMPLING if name in arguments}
+        then = arguments.pop(two_stage.ARGUMENT, None)
+        if then is not None:
+            self._check_chain(self._renderers[then["chat"]])
         for name, value in arguments.items():
             if name not in IGNORED or value not in (1, True):
                 known = ", ".join(("until", "max_gen_toks", "do_sample", *SAMPLING))
@@ -293,7 +304,7 @@ class SparsePrefillLM(TemplateLM):
             sampling.validate("gen_kwargs")
         ids = self.tok_encode(context)
         self._fits(len(ids) + limit, context)
-        return _Generation(request.args, ids, stop, limit, sampling)
+        return _Generation(request.args, ids, stop, limit, sampling, then)
 
     def _generate(self, item: _Generation) -> Text:
         hidden, account = self._prefill("generate_until", item.ids, reserve=item.limit)
@@ -301,7 +312,7 @@ class SparsePrefillLM(TemplateLM):
         ended = self._stops(item.stop)
         output: list[int] = []
         while True:
-            token = pick(_finite(self.session.logits(hidden[-1:]))[0])
+            token = pick(self._next_logits(hidden))
             if token in self.eos:
                 break
             output.append(token)
@@ -312,6 +323,51 @@ class SparsePrefillLM(TemplateLM):
         text = self.tokenizer.decode(output, skip_special_tokens=True)
         text = postprocess_generated_text(text, item.stop, self.settings.think_end_token)
         return Text(text, [account])
+
+    def _check_chain(self, renderer: PromptRenderer) -> None:
+        """A model that thinks reasons by itself, in one stage."""
+        thinking, end = self.settings.cell.model.thinking, self.settings.think_end_token
+        if thinking or (thinking is None and renderer.switchable):
+            raise InputError(
+                "enable_thinking", thinking, "false for a chain of two stages; else the model thinks first"
+            )
+        if end is not None:
+            raise InputError("think_end_token", end, "null for a chain of two stages, where nothing is thought")
+
+    def _chain(self, item: _Generation, asked: dict[str, Any]) -> Chain:
+        """The first stage as any request, then the second, dense and in no budget."""
+        first = self._generate(item)
+        limit = min(item.limit, int(asked["max_gen_toks"]))
+        pick = Decoding(item.sampling, self.settings.seed).picker(first.prefills[0]["sha256"], "second stage")
+
+        def answer(dense: Session, hidden: Tensor) -> Generated:
+            return generate(
+                dense,
+                hidden,
+                next_logits=self._next_logits,
+                pick=pick,
+                limit=limit,
+                eos=self.eos,
+                tokenizer=self.tokenizer,
+                thinking_tokens=None,
+            )
+
+        reasoning = first.strip()
+        question = two_stage.question_of(asked)
+        found = second.conclude(
+            self.loaded.model,
+            question,
+            reasoning,
+            self._renderers[asked["chat"]],
+            encode=self.tok_encode,
+            fits=lambda tokens: self._fits(tokens, f"second stage: {question.question}"),
+            generate=answer,
+            limit=limit,
+        )
+        return Chain(reasoning, "" if found is None else found.answer.text, first.prefills)
+
+    def _next_logits(self, hidden: Tensor) -> Tensor:
+        return _finite(self.session.logits(hidden[-1:]))[0]
 
     def _stops(self, stop: Sequence[str]) -> Callable[[list[int]], bool]:
         """Whether the tail of the output holds a stop text, that of a think block aside."""

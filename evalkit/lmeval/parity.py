@@ -23,12 +23,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from prefill_kernels.bench.rows import checkout_commit
+
 KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 MODELS = ("hf", "evalkit")
 FIELDS = (
     "kind", "model", "requests", "context_tokens", "wall_seconds", "cpu_seconds", "peak_mib", "working_mib",
     "equal_scores", "max_abs_difference", "wall_to_hf", "cpu_to_hf", "peak_to_hf", "dtype", "device", "threads",
-    "torch", "transformers", "lm_eval", "command",
+    "torch", "transformers", "lm_eval", "commit", "command",
 )  # fmt: skip
 MIB = 2**20
 
@@ -198,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "torch": version("torch"),
                     "transformers": version("transformers"),
                     "lm_eval": version("lm-eval"),
+                    "commit": checkout_commit(),
                     "command": " ".join(["python -m evalkit.lmeval.parity", *given]),
                 }
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ import yaml
 from evalkit.app import estimate
 from evalkit.config import cell_from_mapping
 from evalkit.report.paper.published import METHODS, MODELS, VARIANTS, read
+from evalkit.store import read_cells
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted(file.stem for file in (ROOT / "conf" / "sweep").glob("paper_*.yaml"))
@@ -176,26 +178,86 @@ def test_models_without_a_measured_time_are_said_to_be_left_out():
 
 
 # --------------------------------------------------------------------------------------------------------- end to end
-@pytest.mark.slow
-def test_presets_run_on_the_embedded_model_and_the_report_lays_them_out(tmp_path):
-    """Small n, short prompts, some of the methods; every table of the paper in its layout."""
+@pytest.fixture
+def evalkit(tmp_path):
+    """Runs the command in a folder of the test; its output, or the lines of its errors where it fails."""
 
-    def evalkit(*arguments):
+    def run(*arguments, code=0):
         done = subprocess.run(
             [sys.executable, "-m", "evalkit.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stderr.splitlines()
 
-    few = ["model=smollm2", "task.generation.seed=0", "task.generation.max_new_tokens=4", "out=runs"]
+    return run
+
+
+def printed_commands(lines):
+    """Arguments of the calibrations that errors name, each once."""
+    named = [line.partition("; run: evalkit ")[2] for line in lines]
+    return [shlex.split(command) for command in dict.fromkeys(named) if command]
+
+
+FEW = ("model=smollm2", "task.generation.seed=0", "task.generation.max_new_tokens=4", "out=runs")
+# Three questions hold both difficulties, which the averages need.
+SMALL = ("task.data=small", "task.limit=3")
+TABLE3 = (0.35, 0.39, 0.24, 0.24)
+"""Budgets of Table 3's calibrated rows for Llama: Base, + KAP, and + IKS in both orders."""
+
+
+@pytest.mark.slow
+def test_presets_run_on_the_embedded_model_and_the_report_lays_them_out(tmp_path, evalkit):
+    """Small n, short prompts, some of the methods; every table of the paper in its layout."""
     methods = ["dense", "cosa-qwen3-8b", "xattention", "cosa-base", "cosa-iks"]
     ruler = ["task.tasks=[niah_single_1]", "task.length=512", "task.limit=1"]
-    # Three questions hold both difficulties, which the averages need.
-    small = ["task.data=small", "task.length=2048", "task.truncate_at=512", "task.limit=3"]
-    evalkit("run", "sweep=paper_table1_qwen3", f"method={','.join(methods)}", *ruler, *few)
-    evalkit("run", "sweep=paper_table2_llama", f"method={','.join(methods)}", *small, *few)
+    small = [*SMALL, "task.length=2048", "task.truncate_at=512"]
+    evalkit("run", "sweep=paper_table1_qwen3", f"method={','.join(methods)}", *ruler, *FEW)
+    evalkit("run", "sweep=paper_table2_llama", f"method={','.join(methods)}", *small, *FEW)
     printed = evalkit("report", "runs", "--paper", "--published", str(ROOT / "results" / "paper"))
     assert "Table 1: RULER, smollm2" in printed and "Table 2: LongBench-v2, smollm2, self-made set" in printed
     assert "Table B" in printed and "Table 3" in printed
     text = (tmp_path / "runs" / "paper.md").read_text()
     assert "CoSA: sampled, 1 run" in text and "published" not in text.partition("## Table 1")[2].partition("##")[0]
+
+
+@pytest.mark.slow
+def test_llama_presets_of_ruler_run_after_the_calibrations_they_name(tmp_path, evalkit):
+    """Tables 1 and B: the only thing changed is the model, and how much is run."""
+    sweep = ["sweep=paper_tableB_llama", "task.tasks=[niah_single_1]", "task.length=1024", "task.limit=1", *FEW]
+    cosa = ["cosa-llama-3.1-8b", "cosa-accurate-llama-3.1-8b"]
+    commands = printed_commands(evalkit("run", *sweep, code=2))
+    assert commands == [["calibrate", f"preset={name}", "model=smollm2", "calibrate.lengths=[1024]"] for name in cosa]
+    for command in commands:
+        assert f"results/calibration/smollm2/{command[1].partition('=')[2]}.yaml" in evalkit(*command)
+    evalkit("run", *sweep)
+    evalkit("run", "sweep=paper_table1_llama", *sweep[1:])
+    cells = [cell for cell in read_cells([tmp_path / "runs"]) if cell.done]
+    assert len(cells) == 6  # those of Table 1 are among them
+    printed = evalkit("report", "runs", "--paper", "--published", str(ROOT / "results" / "paper"))
+    table = printed.partition("Table B")[2].partition("Table")[0]
+    assert "Table 1: RULER, smollm2" in printed
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if " measured " in line}
+    assert list(rows) == ["Dense", "MInf", "Flex", "XAttn", "CoSA", "CoSA-accurate"]
+    # Table B's budgets at 4K, its shortest: 40 and 48 %, on text of another kind than it was calibrated on.
+    for name, target in (("CoSA", 40), ("CoSA-accurate", 48)):
+        assert abs(float(rows[name][-1].strip("*'")) - target) < 8
+
+
+@pytest.mark.slow
+def test_llama_ablation_runs_after_the_calibrations_it_names(tmp_path, evalkit):
+    """Table 3: a budget of its own for each row."""
+    sweep = ["sweep=paper_table3_llama", *SMALL, "task.length=1024", "task.truncate_at=768", *FEW]
+    commands = printed_commands(evalkit("run", *sweep, code=2))
+    wanted = ["calibrate.lengths=[1024]", *(f"calibrate.budgets=[{budget}]" for budget in TABLE3)]
+    assert [command[-1] for command in commands] == wanted and "model=smollm2" in commands[0]
+    for command in commands:
+        evalkit(*command, "calibrate.windows=1", "calibrate.tolerance=0.01")  # the default's 16 are for numbers
+    evalkit("run", *sweep)
+    cells = [cell for cell in read_cells([tmp_path / "runs"]) if cell.done]
+    assert len(cells) == 6
+    targets = sorted(cell.config["method"].get("budget_target") or 0 for cell in cells)
+    assert targets == [0, 0, 0.24, 0.24, 0.35, 0.39]
+    printed = evalkit("report", "runs", "--paper", "--published", str(ROOT / "results" / "paper"))
+    table = printed.partition("Table 3: ablation, LongBench-v2 w/o CoT, smollm2, self-made set")[2]
+    rows = [line.split()[0] for line in table.splitlines() if " measured " in line]
+    assert rows == ["Base", "+KAP", "+IKS", "+IKS", "+RMP"]

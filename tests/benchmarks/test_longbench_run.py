@@ -17,7 +17,7 @@ from evalkit import runner
 from evalkit.attention import Session
 from evalkit.benchmarks.longbench_v2 import load, read_items
 from evalkit.benchmarks.longbench_v2 import run as run_module
-from evalkit.benchmarks.longbench_v2.samples import second_stage
+from evalkit.benchmarks.longbench_v2.second import second_stage
 from evalkit.benchmarks.perplexity import ids_sha256
 from evalkit.config import (
     Cell,

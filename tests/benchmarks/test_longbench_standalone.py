@@ -80,8 +80,8 @@ def test_only_the_self_made_set_is_labelled(metadata, tmp_path):
 
 
 def test_what_cannot_be_done_without_the_harness(metadata):
-    with pytest.raises(ValueError, match="longbench_v2_cot asks twice"):
-        dataset(**metadata, mode="cot")
+    with pytest.raises(InputError, match="model='Oracle': evalkit: longbench_v2_cot asks twice"):
+        evaluate("longbench_v2_cot", metadata)
     with pytest.raises(ValueError, match="tokenizer="):
         dataset(**{**metadata, "tokenizer": None})
     with pytest.raises(InputError, match="task.limit"):

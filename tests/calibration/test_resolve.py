@@ -12,7 +12,7 @@ import yaml
 from evalkit import cli
 from evalkit.calibration import resolve
 from evalkit.calibration.disjoint import Fingerprints
-from evalkit.calibration.file import Calibration, Entry, default_path, fixed_settings, with_field
+from evalkit.calibration.file import Calibration, Entry, default_path, fixed_settings, path_of, with_field
 from evalkit.calibration.resolve import calibrated, calibration_digest, command
 from evalkit.config import Cell, ModelConfig, PerplexityConfig, RopeConfig
 from evalkit.errors import InputError
@@ -268,18 +268,34 @@ def test_llama_presets_fail_until_they_are_calibrated(capsys, monkeypatch, name,
     arguments = ["run", f"method={name}", "model=llama-3.1-8b-instruct", "task=ruler", "task.length=8192"]
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
-    assert f"results/calibration/{name}.yaml, which is missing; run: evalkit calibrate preset={name}" in error
+    file = f"results/calibration/llama-3.1-8b-instruct/{name}.yaml"
+    assert f"{file}, which is missing; run: evalkit calibrate preset={name}\n" in error
 
     schema.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("evalkit.conf", version_base="1.3"):
         request = request_from_config(compose("calibrate", overrides=[f"preset={name}"]))
     request.validate()
-    assert request.model.name == "llama-3.1-8b-instruct" and str(request.path) == f"results/calibration/{name}.yaml"
+    assert request.model.name == "llama-3.1-8b-instruct" and str(request.path) == file
     assert request.method.skip_scale == 200.0, "as the appendix prints it for both"
     targets = request.settings.targets
     assert [t.length for t in targets] == [4096, 8192, 16384, 32768, 65536, 131072] and targets[0].value == at_4k
     assert request.settings.measure == "B_block"
+
+
+@pytest.mark.parametrize("length,told", [(8192, ""), (1024, " calibrate.lengths=[1024]")])
+def test_llama_presets_name_the_command_for_another_model(capsys, length, told):
+    arguments = ["run", "method=cosa-llama-3.1-8b", "model=smollm2", "task=ruler", f"task.length={length}"]
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert "needs the calibration results/calibration/smollm2/cosa-llama-3.1-8b.yaml" in error
+    assert error.endswith(f"run: evalkit calibrate preset=cosa-llama-3.1-8b model=smollm2{told}")
+
+
+def test_each_model_has_a_file_of_its_own():
+    for model in ("a", "b"):
+        assert path_of("results/{model}/x.yaml", model, COSA) == Path(f"results/{model}/x.yaml")
+    assert path_of("x.yaml", "a", COSA) == Path("x.yaml") and path_of(None, "a", COSA) == default_path("a", COSA)
 
 
 def test_the_presets_budgets_are_table_b():

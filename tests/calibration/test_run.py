@@ -78,6 +78,28 @@ def test_each_length_may_have_a_target_of_its_own(fake_runs, request_for):
     assert [(e.length, e.target) for e in entries(request)] == [(256, 0.5), (512, 0.4)]
 
 
+def test_of_a_table_of_budgets_the_lengths_that_a_model_supports(fake_runs, request_for, capsys):
+    """A preset made for a longer model; lengths that are asked for by themselves are not left out."""
+    request = request_for(budget_at={256: 0.5, 4096: 0.4, 8192: 0.3})
+    assert calibrate(request) == 0
+    assert capsys.readouterr().out.startswith("left out: 4096, 8192 tokens; tiny supports at most 2048\n")
+    assert [(e.length, e.target) for e in entries(request)] == [(256, 0.5)]
+    assert calibrate(request_for(budget_at={256: 0.5, 4096: 0.4}, lengths=(256,))) == 0
+    assert "left out" not in capsys.readouterr().out
+    for settings in ({"budget_at": {4096: 0.4}}, {"budget_at": {256: 0.5}, "lengths": (4096,)}):
+        with pytest.raises(InputError, match="tiny supports at most 2048"):
+            calibrate(request_for(**settings))
+
+
+def test_other_lengths_than_a_table_has_take_its_budgets(request_for):
+    table = {512: 0.5, 1024: 0.4, 2048: 0.3}
+    asked = request_for(budget_at=table, lengths=(256, 512, 700, 1024, 1500, 2048)).settings
+    asked.validate()
+    assert [t.value for t in asked.targets] == [0.5, 0.5, 0.5, 0.4, 0.4, 0.3]
+    both = replace(asked, lengths=(256,), budgets=(0.9,))  # budgets of their own: the table comes on top
+    assert [(t.length, t.value) for t in both.targets] == [(256, 0.9), *table.items()]
+
+
 def test_an_unreachable_target_fails_and_the_others_are_written(request_for, capsys):
     """With 4 blocks of 64 a window of 1 keeps 7 of 10 blocks, 4 of them halves: nothing below that can be had."""
     cells = 4 * 64 * 65 // 2 + 3 * 64 * 64

@@ -78,6 +78,25 @@ def test_the_harness_own_tasks_run_there_with_the_prompts_of_evalkit_run(
     assert samples[0]["arguments"]["gen_args_0"]["arg_1"]["max_gen_toks"] == own[0].max_new_tokens
 
 
+def test_cached_prompts_are_kept_apart_by_the_metadata(own_tasks_only, command, small_model, tmp_path, monkeypatch):
+    """lm-eval's own key knows neither the length nor the number of samples."""
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "prompts"))
+    arguments = f"pretrained={small_model},dtype=float32"
+    wanted = ["--include_path", "evalkit", "--tasks", "ruler_niah_single_1", "--log_samples", "--cache_requests"]
+
+    def prompts(out, **metadata):
+        given = ["--metadata", json.dumps(metadata), "--output_path", str(tmp_path / out)]
+        assert command("--model", "evalkit", "--model_args", arguments, *wanted, *given) == 0
+        return [sample["arguments"]["gen_args_0"]["arg_0"] for sample in written(tmp_path / out)[1]]
+
+    short, long = prompts("a", length=400, samples=1), prompts("b", length=700, samples=1)
+    assert len(long[0]) > 1.3 * len(short[0])
+    assert prompts("c", length=400, samples=2)[:1] == short and len(list((tmp_path / "prompts").iterdir())) == 3
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "prompts").iterdir()}
+    assert prompts("d", length=700, samples=1) == long
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "prompts").iterdir()} == before  # read, not built
+
+
 def test_bad_input_is_one_line(own_tasks_only, command, tasks, capsys):
     model = ["--model", "evalkit", "--model_args", "pretrained=smollm2,method=cosa,delta=2000"]
     assert command(*model, "--include_path", str(tasks), "--tasks", "toy_choice") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import pickle
+import re
 import sqlite3
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from evalkit.errors import InputError
 from evalkit.lmeval import budget, register
 from evalkit.lmeval.budget import LogLikelihood, Rolling, Text, document_metrics, weighted_mean
 from evalkit.lmeval.model import SparsePrefillLM
-from evalkit.lmeval.parity import KINDS, MODELS, compare
+from evalkit.lmeval.parity import FIELDS, KINDS, MODELS, compare
 
 NAMES = ["toy_choice", "toy_generate", "toy_rolling"]
 SPARSE = {"method": "cosa", "p": 0.5, "skip_scale": 100}
@@ -290,6 +291,7 @@ def test_the_committed_comparison_holds():
         rows = list(csv.DictReader(file))
     assert [(row["kind"], row["model"]) for row in rows] == [(kind, model) for kind in KINDS for model in MODELS]
     assert {row["equal_scores"] for row in rows} == {"True"}
+    assert list(rows[0]) == list(FIELDS) and all(re.fullmatch(r"[0-9a-f]{7,}", row["commit"]) for row in rows)
     for row in rows:
         assert float(row["max_abs_difference"]) < 1e-3  # nats, rolling ones over 2048 tokens
         if row["model"] == "evalkit":

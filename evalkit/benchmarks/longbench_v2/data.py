@@ -59,6 +59,15 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a prompt without the text shows of an :class:`Item`, and nothing that tells its answer."""
+
+    question: str
+    choices: tuple[str, str, str, str]
+    context: str = ""
+
+
+@dataclass(frozen=True)
 class Problem:
     """What is wrong with one record.
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .data import Item
+from .data import Item, Question
 
 _QUESTION = """What is the correct answer to this question: $Q$
 Choices:
@@ -41,7 +41,7 @@ REASONING_TOKENS = 1024
 _SLOT = re.compile(r"\$(DOC|Q|C_[A-D]|COT)\$")
 
 
-def fill(template: str, item: Item, reasoning: str = "") -> str:
+def fill(template: str, item: Item | Question, reasoning: str = "") -> str:
     """Fill a template. Slots that a text itself contains stay as they are.
 
     Args:
@@ -71,7 +71,8 @@ class Cut:
 
 def cut_middle(message: str, limit: int, tokenizer: Any) -> Cut:
     """Cut the middle out of a message longer than ``limit`` tokens, as the benchmark does: the first and the last half
-    of the limit stay, as text again. Instruction and question lie at the ends and survive.
+    of the limit stay, as text again. Instruction and question lie at the ends and survive. Of an odd limit the end gets
+    the token more.
 
     Args:
         message: the user's message, without chat template.
@@ -81,8 +82,8 @@ def cut_middle(message: str, limit: int, tokenizer: Any) -> Cut:
     ids = tokenizer(message, add_special_tokens=False, verbose=False).input_ids
     if len(ids) <= limit:
         return Cut(message, len(ids), False)
-    half = limit // 2
-    return Cut(tokenizer.decode(ids[:half] + ids[-half:], skip_special_tokens=True), len(ids), True)
+    # The benchmark's own slices: -limit // 2 rounds away from zero, so the end takes the odd token.
+    return Cut(tokenizer.decode(ids[: limit // 2] + ids[-limit // 2 :], skip_special_tokens=True), len(ids), True)
 
 
 _ANSWERS = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))

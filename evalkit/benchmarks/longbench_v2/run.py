@@ -13,12 +13,12 @@ from torch import Tensor
 from ...attention import Session
 from ...errors import IntegrityError
 from ...generation import Decoding, Generated, generate
-from ...methods.dense import Dense
 from ...prompts import PromptRenderer
 from ..perplexity import ids_sha256
 from .data import LETTERS, Item
 from .prompts import extract_answer
-from .samples import Prompt, PromptSet, second_stage
+from .samples import Prompt, PromptSet
+from .second import conclude
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,25 @@ class Answerer:
         )
 
     def _second(self, item: Item, reasoning: str, name: str) -> dict[str, Any]:
-        """Ask for the answer that follows from the reasoning.
-
-        This prompt holds no document; it is prefilled densely, whatever the method, and is in no budget.
-        """
-        if not reasoning:
-            return {**_judged(item, ""), "reasoning": ""}
+        """Ask for the answer that follows from the reasoning."""
         limit = self.prompts.answer_limit
-        ids = self.renderer.encode(second_stage(item, reasoning, self.renderer))
-        self.fits(len(ids) + limit, f"{name}, second stage")
-        with Session(self.session.model, Dense()) as dense:
-            hidden = dense.prefill(torch.tensor(ids), keep_from=len(ids) - 1, reserve=limit)
-            answer = self._generate(dense, hidden, item, 2, limit)
-            dense.account()
-        stage = {"prompt": {"sha256": ids_sha256(ids), "tokens": len(ids)}}
+        found = conclude(
+            self.session.model,
+            item,
+            reasoning,
+            self.renderer,
+            encode=self.renderer.encode,
+            fits=lambda tokens: self.fits(tokens, f"{name}, second stage"),
+            generate=lambda dense, hidden: self._generate(dense, hidden, item, 2, limit),
+            limit=limit,
+        )
+        if found is None:
+            return {**_judged(item, ""), "reasoning": ""}
+        stage = {"prompt": {"sha256": ids_sha256(found.ids), "tokens": len(found.ids)}}
         return {
-            **_judged(item, answer.text),
+            **_judged(item, found.answer.text),
             "reasoning": reasoning,
-            "second_stage": {**stage, "generation": answer.record(self.decoding, limit)},
+            "second_stage": {**stage, "generation": found.answer.record(self.decoding, limit)},
         }
 
     def _choices(self, item: Item, prompt: Prompt, hidden: Tensor) -> dict[str, Any]:

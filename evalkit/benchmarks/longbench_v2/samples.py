@@ -20,9 +20,9 @@ from ...errors import InputError, StoreError
 from ...prompts import PromptRenderer
 from ...task_settings import LongBenchV2Config
 from .data import Item, read_items, source_kind
-from .prompts import ANSWER_PREFIX, ANSWER_TOKENS, COT_ANSWER, REASONING_TOKENS, TEMPLATES, cut_middle, fill
+from .prompts import ANSWER_PREFIX, ANSWER_TOKENS, REASONING_TOKENS, TEMPLATES, cut_middle, fill
 
-PROMPTS_VERSION = 1
+PROMPTS_VERSION = 2
 """Raise it with any change that can alter a prompt."""
 
 
@@ -163,11 +163,6 @@ def make(item: Item, config: LongBenchV2Config, renderer: PromptRenderer) -> Pro
     prefix = ANSWER_PREFIX if config.mode == "loglikelihood" else ""
     text = renderer.render(cut.text, prefix)
     return Prompt(text, renderer.count(text), cut.tokens, cut.truncated, prefix)
-
-
-def second_stage(item: Item, reasoning: str, renderer: PromptRenderer) -> str:
-    """The prompt that asks for the answer after the reasoning, without the text."""
-    return renderer.render(fill(COT_ANSWER, item, reasoning), "")
 
 
 def _check_fits(item: Item, prompt: Prompt, config: LongBenchV2Config) -> None:

@@ -1,8 +1,8 @@
 """The lm-eval side of LongBench-v2: documents, requests and scores. The YAML in ``evalkit.tasks`` points here.
 
-Under ``evalkit run`` a document names a prepared prompt. Under lm-eval's own command line, with any model, the
-documents are made here, out of the task's metadata (``data``, ``truncate_at``, ``limit``, ``tokenizer`` or the model's
-``pretrained``).
+Under ``evalkit run`` a document names a prepared prompt. Under lm-eval's own command line, with any model (the ``cot``
+mode with ours alone, see :mod:`.two_stage`), the documents are made here, out of the task's metadata (``data``,
+``truncate_at``, ``limit``, ``tokenizer`` or the model's ``pretrained``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from ...task_settings import LONGBENCH_HUB, LongBenchV2Config
+from . import two_stage
 from .data import DIFFICULTIES, LENGTHS, LETTERS, read_items, source_kind
 from .prompts import TEMPLATES, cut_middle, extract_answer, fill
 from .samples import PromptSet, choose
@@ -61,12 +62,10 @@ def dataset(
 
     Raises:
         InputError: a value that cannot be used.
-        ValueError: the two-stage mode, which lm-eval cannot chain, or no tokenizer.
+        ValueError: no tokenizer.
     """
     if docs is not None:
         return {"test": Dataset.from_list([dict(doc) for doc in docs])}
-    if mode == "cot":
-        raise ValueError("longbench_v2_cot asks twice, the second time with its own reasoning: use `evalkit run`")
     name = tokenizer or pretrained
     if name is None:
         raise ValueError("longbench_v2: give metadata tokenizer=<directory or hub id>; it counts the tokens")
@@ -92,6 +91,7 @@ def dataset(
                 "message_tokens": cut.tokens,
                 "truncated": cut.truncated,
                 "self_made": self_made,
+                **(two_stage.fields_of(item) if mode == "cot" else {}),
             }
         )
     return {"test": Dataset.from_list(rows)}
