@@ -17,7 +17,8 @@ give tile counts as int32 without waiting for the device. :func:`executed` tells
 :func:`block_attention` CoSA's Ordered-Skipping Kernel (Algorithm A, lines 6-22) over a paged KV cache
 :func:`vertical_slash_attention` attention over whole columns and diagonals (MInference), exact to the token
 :func:`page_attention` attention over selected pages by unions of eight queries (PageWeaver), made of
-                        :func:`regroup_queries`, :func:`prepare_unions` and :func:`union_attention`
+                        :func:`regroup_queries`, :func:`prepare_unions` (:func:`search_unions` is both) and
+                        :func:`union_attention`
 :func:`kv_union_attention` the same pages, each gathering its queries, partial results reduced
 :func:`sparse_attention` the kernel for a plan of any kind
 :func:`dense_attention` causal attention with a query offset through torch's SDPA
@@ -37,6 +38,7 @@ from .masks import plan_from_mask
 from .mass import block_mass
 from .osk import block_attention
 from .page_attention import attend_pages, page_attention, union_attention
+from .page_search import search_unions
 from .page_stats import PageStats
 from .paged import PagedKV
 from .pages import PagePlan, page_support
@@ -94,6 +96,7 @@ __all__ = [
     "regroup_queries",
     "regroups",
     "resolve_backend",
+    "search_unions",
     "sampled_pairs",
     "sampled_positions",
     "select_blocks",

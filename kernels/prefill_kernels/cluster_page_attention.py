@@ -1,24 +1,18 @@
 """Union attention by a cluster of two CTAs (``cluster_page_attention.cu``), built with nvcc when it is first used.
 
-Triton 3.6 cannot load one page into two CTAs, so this kernel is CUDA C++. Nothing is built at import: the first call
-compiles the source into the user's cache (``$XDG_CACHE_HOME`` or ``~/.cache``, below ``prefill_kernels``), under a name
-made of the source and the compiler's version.
+Triton 3.6 cannot load one page into two CTAs, so this kernel is CUDA C++: see :mod:`prefill_kernels.nvcc`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from . import nvcc
 from .backends import BackendUnavailable
 from .fp8 import Fp8KV
 from .paged import PagedKV
@@ -27,7 +21,6 @@ from .unions import Unions
 
 PAGE, DIM, HEAD_ROWS = 128, 128, 16
 SOURCE = Path(__file__).with_name("cluster_page_attention.cu")
-FLAGS = ("-gencode", "arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC")
 
 _POINTERS_AND_SIZES = (
     [ctypes.c_void_p] * 2 + [ctypes.c_longlong] + [ctypes.c_void_p] * 12 + [ctypes.c_float] + [ctypes.c_int] * 5
@@ -53,9 +46,7 @@ def problem(q: Tensor, kv: PagedKV | Fp8KV, plan: PagePlan) -> str | None:
         return "key and value pages must be contiguous"
     if q.data_ptr() % 16 or q.stride(1) % 8 or q.stride(2) % 8:
         return "query rows must begin at multiples of 16 bytes"
-    if compiler() is None:
-        return "nvcc, which builds this kernel on first use, is neither on PATH nor below CUDA_HOME or /usr/local/cuda"
-    return None
+    return nvcc.problem(SOURCE)
 
 
 def union_attention(
@@ -120,39 +111,9 @@ def union_attention(
 
 
 @cache
-def compiler() -> str | None:
-    """Path of nvcc, or None."""
-    if found := shutil.which("nvcc"):
-        return found
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
-    return next((path for home in homes if home and os.access(path := f"{home}/bin/nvcc", os.X_OK)), None)
-
-
-@cache
 def library() -> ctypes.CDLL:
-    """The built kernel; compiled where the cache does not hold it yet (seconds).
-
-    Raises:
-        BackendUnavailable: there is no nvcc, or it failed.
-    """
-    nvcc = compiler()
-    if nvcc is None:
-        raise BackendUnavailable("backend='cluster': nvcc was not found")
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), version, *FLAGS)).encode()).hexdigest()[:20]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill_kernels"
-    path = home / f"cluster_page_attention-{key}.so"
-    if not path.exists():
-        home.mkdir(parents=True, exist_ok=True)
-        # Built beside its place and moved there in one step: another process may be doing the same.
-        with tempfile.TemporaryDirectory(dir=home) as folder:
-            built = Path(folder) / path.name
-            command = [nvcc, *FLAGS, "-o", str(built), str(SOURCE)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise BackendUnavailable(f"backend='cluster': nvcc failed: {done.stderr.strip()[-2000:]}")
-            built.replace(path)
-    loaded = ctypes.CDLL(str(path))
+    """The built kernel, see :func:`prefill_kernels.nvcc.build`."""
+    loaded = nvcc.build(SOURCE, "cluster")
     loaded.page_attention_launch.argtypes = _POINTERS_AND_SIZES
     loaded.page_attention_launch.restype = ctypes.c_int
     loaded.page_attention_error.argtypes = [ctypes.c_int]

@@ -21,6 +21,7 @@ from .backends import (
 from .capabilities import provides
 from .checks import check_page_table, check_scale, check_shapes
 from .fp8 import E4M3_MAX, Fp8KV, quantize_kv, quantize_rows, to_e4m3
+from .page_search import cuda_problem, search_unions, searches
 from .page_stats import PageStats, page_stats
 from .paged import PagedKV
 from .pages import GROUP, PagePlan, page_support, visible_tokens
@@ -69,7 +70,8 @@ def page_attention(
         scale: softmax scaling of the model.
         backend: ``auto`` or one of :data:`PAGE_BACKENDS`, for the attention. Under a named one other than ``torch``
             search, preparation and counts run in Triton, each in torch where Triton refuses the call (many pages, many
-            ids a query), of which :func:`prefill_kernels.executed` tells.
+            ids a query), of which :func:`prefill_kernels.executed` tells. Under ``hopper`` and ``cluster``, as under
+            ``auto``, search and preparation are one kernel of CUDA C++ wherever it can run.
         stats: count too; without it the second result is None.
 
     Returns:
@@ -83,16 +85,26 @@ def page_attention(
     if plan.kv_dtype == "fp8" and isinstance(kv, PagedKV):
         kv = quantize_kv(kv, kv_lens=plan.kv_lens)
     chosen = resolve_page_backend(q, kv, plan, backend)
-    searched = regroups(plan)
-    search = _prepared_by("regroup", "triton_regroup", plan, backend) if searched else "torch"
-    ids = regroup_queries(plan, backend=search)
-    unions = prepare_unions(plan, ids, backend=_prepared_by("union", "triton_unions", plan, backend))
+    unions = _search(plan, backend)
     out = _attend(q, kv, plan, unions, scale, chosen)
     if not stats:
         return out, None
     counting = _prepared_by("count", "triton_unions", plan, backend)
-    counts = page_stats(plan, unions, q.shape[1], regrouped=searched, backend=counting)
+    counts = page_stats(plan, unions, q.shape[1], regrouped=regroups(plan), backend=counting)
     return out, replace(counts, backend=chosen)
+
+
+def _search(plan: PagePlan, backend: str) -> Unions:
+    """Search and preparation where the attention was asked of ``backend``."""
+    if backend in ("auto", "torch"):
+        return search_unions(plan, backend=backend)
+    if backend != "triton" and searches(plan):
+        if (reason := cuda_problem(plan)) is None:
+            return search_unions(plan, backend="cuda")
+        record_refusal("regroup", "cuda", reason)
+    search = _prepared_by("regroup", "triton_regroup", plan, backend) if regroups(plan) else "torch"
+    ids = regroup_queries(plan, backend=search)
+    return prepare_unions(plan, ids, backend=_prepared_by("union", "triton_unions", plan, backend))
 
 
 def _prepared_by(stage: str, module: str, plan: PagePlan, backend: str) -> str:

@@ -17,11 +17,12 @@ from prefill_kernels import (
     attend_pages,
     page_attention,
     quantize_kv,
+    search_unions,
     sparse_attention,
     union_attention,
 )
 from prefill_kernels.bench import PageBench, native, pages, paired, planned
-from prefill_kernels.bench.config import WrongResult
+from prefill_kernels.bench.config import BenchError, WrongResult
 from prefill_kernels.bench.page_inputs import Selection, overlap, page_inputs, synthetic_pages
 from safetensors.torch import save_file
 
@@ -477,3 +478,46 @@ def test_pages_that_were_not_planned_are_found(bench, monkeypatch):
     settings = MethodsBench(lengths=(500,), variants=("fa2", "pageweaver:top_k=3:page_size=32"), sigmas=())
     with pytest.raises(WrongResult, match="pageweaver:top_k=3:page_size=32 at 500 tokens"):
         attention.run(settings, bench)
+
+
+# --------------------------------------------------------------------------------------------------------- one kernel
+@pytest.mark.parametrize("search", ["auto", "cuda", "triton"])
+@pytest.mark.parametrize("problem", [None, "nvcc is not there"])
+def test_beside_a_hopper_kernel_one_kernel_searches_and_rows_say_so(
+    bench, capture, monkeypatch, capsys, search, problem
+):
+    """Everything runs in torch here; only what is asked of it, and what rows say, is looked at."""
+    asked = []
+
+    def searched(plan, *, backend):
+        asked.append(backend)
+        return search_unions(plan, backend="torch")
+
+    monkeypatch.setattr(pages, "cuda_problem", lambda plan: problem)
+    monkeypatch.setattr(pages, "search_unions", searched)
+    monkeypatch.setattr(pages, "_preparation", lambda backend: "torch")
+    monkeypatch.setattr(
+        pages, "union_attention", lambda *call, scale, backend: union_attention(*call, scale=scale, backend="torch")
+    )
+    settings = replace(
+        SMALL, captures=(str(capture),), shared=(), kv_union=False, kv_dtypes=("model",), backends=("hopper",),
+        search=search,
+    )  # fmt: skip
+    pages.run(settings, bench)
+    by = "cuda" if search == "cuda" or search == "auto" and not problem else "triton"
+    assert set(asked) == {by}
+    rows = {key: row for key, row in read(bench).items() if key[1] == "700"}
+    assert len(rows) == 2 * 3 and all(setting.endswith(f", hopper, search {by}") for _, _, setting in rows)
+    for (variant, _, _), row in rows.items():
+        whole = variant == "online_64" and by == "cuda"
+        assert (row["union_ms"] == 0) == whole and (row["regroup_ms"] > 0) == (variant == "online_64")
+        assert row["preparation_share"] == pytest.approx((row["regroup_ms"] + row["union_ms"]) / row["ms"], rel=1e-3)
+    assert ("online_64", "0", f"geometric mean of 2 captures, bf16 KV, hopper, search {by}") in read(bench)
+    assert ("search in Triton: nvcc is not there" in capsys.readouterr().err) == (
+        search == "auto" and problem is not None
+    )
+
+
+def test_settings_name_the_searches():
+    with pytest.raises(BenchError, match="search"):
+        replace(SMALL, search="torch").validate()

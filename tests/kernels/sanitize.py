@@ -6,6 +6,9 @@
     compute-sanitizer --tool racecheck python tests/kernels/sanitize.py control
     compute-sanitizer --tool racecheck python tests/kernels/sanitize.py hopper
     compute-sanitizer --tool memcheck  python tests/kernels/sanitize.py pages-triton pages-hopper pages-cluster
+    compute-sanitizer --tool memcheck  python tests/kernels/sanitize.py search
+    compute-sanitizer --tool racecheck python tests/kernels/sanitize.py search
+    compute-sanitizer --tool initcheck python tests/kernels/sanitize.py search
 
 Plain Triton must come out clean. The control is a kernel of two partitions that hand one value after another through
 shared memory, ordered by mbarriers alone as the memory model allows; what the race checker reports there (the
@@ -18,7 +21,7 @@ import sys
 from pathlib import Path
 
 import torch
-from prefill_kernels import PagedKV, block_attention, kap_scores, page_attention, select_blocks
+from prefill_kernels import PagedKV, block_attention, kap_scores, page_attention, search_unions, select_blocks
 from prefill_kernels.triton_osk import block_mask, logical_skip_attention
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -114,11 +117,31 @@ def pages(backend: str) -> None:
     torch.cuda.synchronize()
 
 
+def search() -> None:
+    """Search and union preparation in one kernel: both windows, every width of its table, requests that do not fit."""
+    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+    from page_cases import make
+
+    for window in (64, 128):
+        for width in (3, 20, 64):
+            for capacity in (32, 512):
+                plan = make(
+                    [(70, 700), (5, 130), (129, 640)], heads=(2, 2), width=width, seed=window + width, device="cuda",
+                    local=True, regroup=window, capacity=capacity,
+                ).plan  # fmt: skip
+                got, want = (search_unions(plan, backend=backend) for backend in ("cuda", "triton"))
+                assert all(torch.equal(getattr(got, n), getattr(want, n)) for n in ("ids", "pages", "members", "count"))
+                print(f"search {window} {width} {capacity}", int(got.count.sum()))
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or ["control", "triton", "hopper"]:
         if name.startswith("pages-"):
             pages(name.removeprefix("pages-"))
         elif name == "control":
             control()
+        elif name == "search":
+            search()
         else:
             kernels(name)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import page_cases
 import pytest
 import torch
 from prefill_kernels import (
     PagedKV,
     attend_pages,
+    executed,
     kv_union_attention,
     page_attention,
     prepare_unions,
     quantize_kv,
     regroup_queries,
     regroups,
+    search_unions,
     union_attention,
 )
+from prefill_kernels.page_search import cuda_problem
 from prefill_kernels.page_stats import page_stats
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -83,6 +88,113 @@ def test_search_preparation_and_counts_equal_the_reference(requests, page_size, 
         )
         for name in ("visited_cells", "visited_blocks", "member_pages", "union_pages", "half_pages", "imbalance"):
             assert torch.equal(getattr(mine, name), getattr(reference, name)), name
+
+
+UNIONS = ("ids", "pages", "members", "count", "requests")
+RAGGED = [(1, 40), (7, 700), (8, 8), (9, 90), (63, 5000), (64, 64), (65, 8192), (127, 200), (128, 4097), (129, 9000)]
+SEARCHES = [  # requests as (queries, keys), page size, K, KV heads, capacity
+    *SETS,
+    ([*RAGGED, (70, 70000)], 128, 16, 1, 512),  # the last one beyond the capacity
+    (RAGGED, 16, 1, 2, 512),
+    (RAGGED, 16, 33, 2, 2048),
+    ([(200, 65536)], 128, 32, 8, 512),
+    ([(8192, 65536)], 128, 64, 1, 512),
+    ([(129, 129), (200, 5000)], 1, 17, 3, 128),  # far beyond it: many stretches of pages
+]
+
+
+@pytest.fixture
+def fused():
+    """The kernel in CUDA C++ can run."""
+    plan = bench_case().plan
+    if problem := cuda_problem(plan):
+        pytest.skip(problem)
+
+
+def layouts(plan):
+    """The same pages in other memory: heads outermost, rows apart from one another, ids apart from one another."""
+    pages = plan.pages
+    yield pages
+    yield pages.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    yield torch.nn.functional.pad(pages, (0, 3))[..., : plan.width]
+    yield pages.repeat_interleave(2, -1)[..., ::2]
+
+
+@pytest.mark.parametrize("regroup", [64, 128])
+@pytest.mark.parametrize("requests,page_size,width,kv_heads,capacity", SEARCHES)
+def test_one_kernel_for_search_and_unions_equals_the_reference(
+    fused, requests, page_size, width, kv_heads, capacity, regroup
+):
+    for seed in range(2):
+        plan = page_cases.make(
+            requests, heads=(kv_heads, kv_heads), page_size=page_size, width=width, seed=seed, local=seed == 1,
+            device="cuda", regroup=regroup, capacity=capacity,
+        ).plan  # fmt: skip
+        if not regroups(plan):
+            pytest.skip("one request, beyond the capacity")
+        want = search_unions(plan, backend="torch")
+        for pages in layouts(plan):
+            got = search_unions(replace(plan, pages=pages), backend="cuda")
+            for name in UNIONS:
+                assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("regroup", [64, 128])
+def test_one_kernel_where_every_query_selects_alike_or_nothing(fused, regroup):
+    plan = page_cases.make([(200, 9000)], page_size=16, width=16, device="cuda", regroup=regroup, capacity=1024).plan
+    own = torch.arange(16, dtype=torch.int32, device="cuda")
+    for pages in (
+        plan.pages[:, :1].expand_as(plan.pages),
+        torch.full_like(plan.pages, -1),
+        own.expand_as(plan.pages),
+        own.flip(0).expand_as(plan.pages) * 37 % 16,
+        torch.full_like(plan.pages, 3),
+        plan.pages.sort(-1).values,
+    ):
+        one = replace(plan, pages=pages.contiguous())
+        got, want = (search_unions(one, backend=backend) for backend in ("cuda", "torch"))
+        assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in UNIONS)
+
+
+@pytest.mark.parametrize("regroup", [64, 128])
+def test_one_kernel_gives_the_same_bits_every_time_and_does_not_wait(fused, regroup):
+    plan = replace(bench_case(seed=6).plan, regroup=regroup)
+    want = search_unions(plan, backend="triton")
+    assert all(torch.equal(getattr(want, n), getattr(search_unions(plan, backend="cuda"), n)) for n in UNIONS)
+    torch.cuda.synchronize()
+    for _ in range(50):
+        torch.full_like(want.pages, 1 << 20)  # poison what the allocator hands out next
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = search_unions(plan, backend="cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(getattr(want, n), getattr(again, n)) for n in UNIONS)
+
+
+def test_one_kernel_can_be_captured_in_a_graph(fused):
+    plan = bench_case(seed=7).plan
+    want = search_unions(plan, backend="cuda")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = search_unions(plan, backend="cuda")
+    for name in UNIONS[:-1]:
+        getattr(got, name).fill_(-7)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in UNIONS)
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "fp8"])
+def test_the_complete_call_takes_one_kernel_and_changes_no_bit(fused, kv_dtype):
+    one = case([(900, 5000), (77, 80)], (16, 1), 128, 128, 128, 16, torch.bfloat16, seed=3, regroup=64)
+    kv = quantize_kv(one.kv, kv_lens=one.plan.kv_lens) if kv_dtype == "fp8" else one.kv
+    plain, _ = page_attention(one.q, kv, one.planned(regroup=0).plan, scale=one.scale)
+    with executed() as ran:
+        grouped, stats = page_attention(one.q, kv, one.plan, scale=one.scale)
+    assert ran.counts["regroup", "cuda"] == ran.counts["union", "cuda"] == 1 and stats.regrouped
+    assert torch.equal(plain, grouped)
 
 
 @pytest.mark.parametrize("regroup", [0, 128])

@@ -249,7 +249,7 @@ def test_unions_of_another_plan_are_refused():
 @pytest.mark.parametrize("name", ["hopper", "cluster"])
 def test_a_named_backend_is_refused_before_anything_is_prepared(name, monkeypatch):
     # The package's name for the module is the function.
-    monkeypatch.setattr(importlib.import_module("prefill_kernels.page_attention"), "regroup_queries", None)
+    monkeypatch.setattr(importlib.import_module("prefill_kernels.page_attention"), "_search", None)
     one = page_cases.make([(20, 60)], kv_dtype="fp8", regroup=64)
     with pytest.raises(BackendUnavailable, match=f"backend='{name}': .*compute capability 9.0"):
         page_attention(one.q, one.kv, one.plan, scale=1.0, backend=name)

@@ -95,6 +95,7 @@ def test_the_code_digest_covers_kernels_and_task_definitions():
     names = {name for name, _ in identity.sources()}
     assert {
         "prefill_kernels/cluster_page_attention.cu",
+        "prefill_kernels/cuda_page_search.cu",
         "tasks/ruler/_ruler.yaml",
         "tasks/longbench_v2/longbench_v2_direct.yaml",
         "evalkit/methods/cosa.py",

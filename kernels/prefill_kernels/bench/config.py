@@ -163,6 +163,8 @@ class PageBench(BenchSettings):
         windows: regroup windows; none = the original order alone.
         kv_dtypes: ``model`` (bfloat16) and ``fp8``.
         backends: of the union kernel; none = what ``auto`` stands for.
+        search: what searches and prepares unions beside a ``hopper`` or ``cluster`` kernel: ``cuda`` (both in one),
+            ``triton``, or ``auto``, the first that can run. Rows name it.
         rounds: how often all paths of a selection are timed in turn; gains are paired by round, with an interval.
         budget_ms: how long one measurement lasts, apart from ``repeats``, the least number of its rounds.
         host: also measure the host's time to start a call, and the device's of its CUDA graph.
@@ -187,6 +189,7 @@ class PageBench(BenchSettings):
     windows: tuple[int, ...] = (64, 128)
     kv_dtypes: tuple[str, ...] = ("model", "fp8")
     backends: tuple[str, ...] = ()
+    search: str = "auto"
     rounds: int = 9
     budget_ms: float = 100.0
     host: bool = True
@@ -210,6 +213,7 @@ class PageBench(BenchSettings):
         require_each("windows", self.windows, lambda w: w in (64, 128), "64 or 128", empty=True)
         require_choices("kv_dtypes", self.kv_dtypes, ("model", "fp8"))
         require_choices("backends", self.backends, PAGE_BACKENDS, empty=True)
+        require_choices("search", (self.search,), ("auto", "cuda", "triton"))
         require(self.rounds >= 1, "rounds", self.rounds, "an integer of at least 1; an interval takes 6")
         require(_positive(self.budget_ms), "budget_ms", self.budget_ms, "a positive number of milliseconds")
         require_choices("native_backends", self.native_backends, NATIVE_PATHS, empty=not self.native)

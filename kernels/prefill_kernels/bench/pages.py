@@ -4,7 +4,9 @@ Three paths on one backend: the queries in their own order, in an order that was
 is searched in every call. The same page ids run through FlashInfer's paged decode and through the direct KV-page union.
 Q, K and V are synthetic: time does not depend on their values. KV is quantised before the call, as a cache would be.
 
-``ms`` is device time, launches hidden; the online call holds the search, the unions and the attention. ``host_ms`` is
+``ms`` is device time, launches hidden; the online call holds the search, the unions and the attention. Where one kernel
+searches and prepares the unions, ``regroup_ms`` of the online call is that kernel's time and its ``union_ms`` 0; the
+setting then ends with ``search cuda``. ``host_ms`` is
 what the host spends to start a call, its small tables (windows, slots) cached as in all but the first call of a shape;
 ``graph_ms`` the device time of the call replayed as a CUDA graph. FlashInfer's planning is ``host_plan_ms`` and in no
 ``ms``; the product with the scale of V, which its wrappers make in a kernel of its own, is in its ``ms``.
@@ -27,6 +29,7 @@ from ..backends import BackendUnavailable
 from ..fp8 import Fp8KV, quantize_kv
 from ..kv_union import kv_union_attention, partial_bytes
 from ..page_attention import attend_pages, union_attention
+from ..page_search import cuda_problem, search_unions
 from ..paged import PagedKV
 from ..pages import CAPACITY, GROUP, PagePlan, page_support
 from ..regroup import regroup_queries, regroups
@@ -192,7 +195,7 @@ def measure(
         beside: also FlashInfer and the direct KV-page union, where the settings ask for them.
 
     Returns:
-        Metrics by (variant, KV precision, backend).
+        Metrics by (variant, KV precision, backend as rows name it).
     """
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     native_ms: dict[str, float] = {}
@@ -206,7 +209,8 @@ def measure(
             except BackendUnavailable as error:
                 left_out(f"{backend}, {case.kv_name}", error)
                 continue
-            found |= {(variant, case.kv_dtype, backend): metrics for variant, metrics in paths.items()}
+            label = ", ".join(_label(backend, _search(settings, case, backend)))
+            found |= {(variant, case.kv_dtype, label): metrics for variant, metrics in paths.items()}
         if beside and settings.kv_union:
             kv_union(case, bench.backend)
     return found
@@ -264,30 +268,34 @@ class Stages:
 
     Attributes:
         attention: the attention alone on each input.
-        union_ms, regroup_ms: milliseconds of the others; no search in the original order.
+        union_ms: milliseconds of the preparation for an order that is there.
+        search_ms: milliseconds of ``regroup_ms`` and ``union_ms`` in a call that searches; no search in the original
+            order.
         counts: of its unions.
     """
 
     attention: list[Call]
     union_ms: float
-    regroup_ms: float
+    search_ms: tuple[float, float]
     counts: Counts
 
 
 def measure_paths(settings: PageBench, case: Case, backend: str) -> dict[str, dict[str, float]]:
     """Original, precomputed and online order on one backend: checked, timed in turn, written as rows."""
-    bench = case.bench
-    paths = [_path(case, "original", "original", case.plan(), backend, None)]
+    bench, search = case.bench, _search(settings, case, backend)
+    setting = case.setting(*_label(backend, search))
+    paths = [_path(case, "original", "original", case.plan(), backend, search)]
     for window in settings.windows:
-        plan, setting = case.plan(window), case.setting(backend)
+        plan = case.plan(window)
         if not regroups(plan):
             print(f"{setting}: {plan.num_pages} pages are beyond the capacity: not regrouped", file=sys.stderr)
             bench.rows.add(NAME, f"online_{window}", case.selection.kv_len, setting, regrouped=0.0)
             continue
         ids = regroup_queries(plan, backend=_preparation(backend))
-        paths.append(_path(case, f"precomputed_{window}", str(window), plan, backend, ids))
-        paths.append(_path(case, f"online_{window}", str(window), plan, backend, None))
-    stages = {order: _stages(case, path, backend) for order, path in {path.order: path for path in paths}.items()}
+        paths.append(_path(case, f"precomputed_{window}", str(window), plan, backend, search, ids))
+        paths.append(_path(case, f"online_{window}", str(window), plan, backend, search))
+    orders = {path.order: path for path in paths}
+    stages = {order: _stages(case, path, backend, search) for order, path in orders.items()}
     groups: dict[str, Sequence[Call]] = {path.name: path.calls for path in paths}
     groups |= {f"attention of {order}": stage.attention for order, stage in stages.items()}
     rounds = bench.in_turn(groups, settings.rounds)
@@ -295,35 +303,63 @@ def measure_paths(settings: PageBench, case: Case, backend: str) -> dict[str, di
     for path in paths if settings.host else ():
         found[path.name] |= _launches(case, path)
     for variant, metrics in found.items():
-        bench.rows.add(NAME, variant, case.selection.kv_len, case.setting(backend), **metrics)
+        bench.rows.add(NAME, variant, case.selection.kv_len, setting, **metrics)
     return found
 
 
-def _path(case: Case, name: str, order: str, plan: PagePlan, backend: str, ids: Tensor | None) -> Path:
+def _search(settings: PageBench, case: Case, backend: str) -> str:
+    """What searches and prepares the unions of the search beside a backend; built here, outside of every clock."""
+    searched = [plan for window in settings.windows if regroups(plan := case.plan(window))]
+    if backend not in ("hopper", "cluster") or not searched:
+        return backend
+    if settings.search != "auto":
+        return settings.search
+    problems = {problem for plan in searched if (problem := cuda_problem(plan))}
+    for problem in problems:
+        print(f"search in Triton: {problem}", file=sys.stderr, flush=True)
+    return "triton" if problems else "cuda"
+
+
+def _label(backend: str, search: str) -> list[str]:
+    """A backend as rows name it, and the search beside it."""
+    return [backend] if search == backend else [backend, f"search {search}"]
+
+
+def _path(
+    case: Case, name: str, order: str, plan: PagePlan, backend: str, search: str, ids: Tensor | None = None
+) -> Path:
     """Check a path; ``ids`` in place of a search."""
     scale, preparation = case.first.scale, _preparation(backend)
 
     def whole(one: PageInputs, kv: PagedKV | Fp8KV) -> Tensor:
-        order = regroup_queries(plan, backend=preparation) if ids is None else ids
-        unions = prepare_unions(plan, order, backend=preparation)
+        if ids is None and plan.regroup:
+            unions = search_unions(plan, backend=search)
+        else:
+            order = regroup_queries(plan, backend=preparation) if ids is None else ids
+            unions = prepare_unions(plan, order, backend=preparation)
         return union_attention(one.q, kv, plan, unions, scale=scale, backend=backend)
 
-    what = f"{name} at {case.selection.kv_len} tokens, {case.setting(backend)}"
+    what = f"{name} at {case.selection.kv_len} tokens, {case.setting(*_label(backend, search))}"
     errors = check_pages(what, case, plan, whole(case.first, case.caches[0]))
     return Path(name, order, plan, ids, [functools.partial(whole, one, kv) for one, kv in case.pairs], errors)
 
 
-def _stages(case: Case, path: Path, backend: str) -> Stages:
-    plan, preparation = path.plan, _preparation(backend)
-    search = functools.partial(regroup_queries, plan, backend=preparation)
-    order = search()
-    prepare = functools.partial(prepare_unions, plan, order, backend=preparation)
+def _stages(case: Case, path: Path, backend: str, search: str) -> Stages:
+    plan, preparation, mean_ms = path.plan, _preparation(backend), case.bench.mean_ms
+    order = functools.partial(regroup_queries, plan, backend=preparation)
+    prepare = functools.partial(prepare_unions, plan, order(), backend=preparation)
     unions = prepare()
     attend = functools.partial(union_attention, scale=case.first.scale, backend=backend)
+    union_ms = mean_ms([prepare])
+    search_ms = (0.0, union_ms)
+    if plan.regroup and search == "cuda":
+        search_ms = (mean_ms([functools.partial(search_unions, plan, backend=search)]), 0.0)
+    elif plan.regroup:
+        search_ms = (mean_ms([order]), union_ms)
     return Stages(
         attention=[functools.partial(attend, one.q, kv, plan, unions) for one, kv in case.pairs],
-        union_ms=case.bench.mean_ms([prepare]),
-        regroup_ms=case.bench.mean_ms([search]) if plan.regroup else 0.0,
+        union_ms=union_ms,
+        search_ms=search_ms,
         counts=count(unions),
     )
 
@@ -333,14 +369,14 @@ def _metrics(case: Case, path: Path, stages: dict[str, Stages], rounds: dict[str
     stage, counts = stages[path.order], stages[path.order].counts
     ms, attention_ms = (statistics.median(rounds[name]) for name in (path.name, f"attention of {path.order}"))
     # A path with an order made beforehand does not search.
-    regroup_ms = stage.regroup_ms if path.ids is None else 0.0
+    regroup_ms, union_ms = stage.search_ms if path.ids is None else (0.0, stage.union_ms)
     useful = case.visit * counts.members
     metrics = {
         "ms": ms,
         "regroup_ms": regroup_ms,
-        "union_ms": stage.union_ms,
+        "union_ms": union_ms,
         "attention_ms": attention_ms,
-        "preparation_share": (regroup_ms + stage.union_ms) / ms,
+        "preparation_share": (regroup_ms + union_ms) / ms,
         **counts.ratios,
         "tflops": case.visit * GROUP * counts.unions / ms,
         "attention_tflops": case.visit * GROUP * counts.unions / attention_ms,
@@ -352,7 +388,7 @@ def _metrics(case: Case, path: Path, stages: dict[str, Stages], rounds: dict[str
         metrics |= saved(rounds["original"], rounds[path.name]).metrics("gain")
         base_ms, base_attention = (statistics.median(rounds[name]) for name in ("original", "attention of original"))
         metrics["break_even_preparation"] = (base_ms - attention_ms) / base_ms
-        more = regroup_ms + stage.union_ms - base.union_ms
+        more = regroup_ms + union_ms - base.union_ms
         if more > 0:
             metrics["break_even_attention_speed"] = max(0.0, base_attention - attention_ms) / more
     for kv_dtype, native_ms in case.native_ms.items():
@@ -521,7 +557,7 @@ def _kernel_ms(call: Callable[[], object], kernel: str, times: int = 5) -> float
 
 
 def _preparation(backend: str) -> str:
-    """The backend of what has no Hopper version of its own."""
+    """The backend of what has no Hopper version of its own, the steps apart from one another."""
     return "triton" if backend in ("hopper", "cluster") else backend
 
 

@@ -1,0 +1,305 @@
+// Algorithm 1 and union preparation (PageWeaver) of one search window of one KV head in one CTA.
+//
+// A window has W queries of at most BITS selected pages; entry k of a query is its k-th id. Four threads a query
+//   1. set bit i of masks[p] where query i selected page p. An atomic OR that finds its bit set is a repeated id, and
+//      drops out: which of the repetitions stays changes no cost, so that the result does not depend on it;
+//   2. write table[i], a row with one bit for every entry of every query j: whether query i selected that page too.
+//      Rows are masks[page of each entry], transposed 32 x 32 bits at a time.
+// Then the first warp searches. A lane holds `left`, the entries of its W / 32 queries that U does not cover; a pick i
+// clears from it what table[i] says, and the cost |S_j \ U| is a population count. A pick is thus a chain of one load,
+// one count and one reduction. Keys are (cost, byte offset of the query's row), whose order is that of (cost, query).
+// Last, one warp a group walks masks in ascending order of the pages: pages, members by execution slot, count.
+//
+// A request of more pages than the capacity keeps its order. Its pages may lie beyond the rows of masks, which are then
+// filled again for the next stretch of pages.
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+extern __shared__ uint4 page_search_memory[];
+
+namespace {
+
+constexpr int kGroup = 8;
+constexpr uint32_t kWarp = 0xffffffffu;
+constexpr int kOffsetBits = 18;  // of a row of the table, below the cost
+constexpr uint32_t kOffset = (1u << kOffsetBits) - 1;
+constexpr uint32_t kTaken = 1u << 31;  // above every cost
+
+struct Call {
+    const int* pages;      // [N, Hkv, width] with strides
+    const int* positions;  // [N]
+    const int* kv_lens;    // [R]
+    const int4* windows;   // first query, queries, first execution slot, request
+    int* ids;              // [Hkv, groups * 8]
+    int* union_pages;      // [Hkv, groups, 8 * width]
+    int* members;          // [Hkv, groups, 8 * width]
+    int* counts;           // [Hkv, groups]
+    long long query_stride, head_stride;
+    int page_size, capacity, rows, width, groups;  // rows: of masks, a multiple of 32
+};
+
+template <int W, int BITS>
+struct Layout {
+    static constexpr int kThreads = 4 * W;
+    static constexpr int kWarps = kThreads / 32;        // one for each group
+    static constexpr int kWords = W / 32;               // of a mask over queries; also the queries of a lane
+    static constexpr int kColumns = W * BITS / 32;      // words of a row of the table
+    static constexpr int kTurns = kColumns / kWarps;    // columns that a warp makes
+    static constexpr int kShare = kColumns / 32;        // words of a row that a lane of the search reads
+    static constexpr int kStride = kColumns + (kShare < 4 ? kShare : 4);  // few rows begin in one bank
+    static constexpr int kRowBytes = 4 * kStride;
+    static_assert(kWarps == W / kGroup && W * kRowBytes <= kOffset + 1);
+    static_assert(kWarps * kGroup * BITS <= W * kStride, "the lists of the groups take the place of the table");
+
+    static size_t bytes(int rows) { return 4 * (static_cast<size_t>(rows) * kWords + W * kStride + kColumns + W); }
+};
+
+template <int N>
+__device__ __forceinline__ void read(uint32_t (&to)[N], const void* from) {
+    if constexpr (N % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < N / 4; ++i) {
+            const uint4 x = static_cast<const uint4*>(from)[i];
+            to[4 * i] = x.x, to[4 * i + 1] = x.y, to[4 * i + 2] = x.z, to[4 * i + 3] = x.w;
+        }
+    } else if constexpr (N == 2) {
+        const uint2 x = *static_cast<const uint2*>(from);
+        to[0] = x.x, to[1] = x.y;
+    } else {
+        to[0] = *static_cast<const uint32_t*>(from);
+    }
+}
+
+// Entries of query q of a lane that are left, of words as `read` gives them.
+template <int BITS, int N>
+__device__ __forceinline__ uint32_t cost(const uint32_t (&left)[N], int q) {
+    if constexpr (BITS == 16) return __popc(left[q / 2] & (q % 2 ? 0xffff0000u : 0x0000ffffu));
+    else if constexpr (BITS == 32) return __popc(left[q]);
+    else return __popc(left[2 * q]) + __popc(left[2 * q + 1]);
+}
+
+// Bit b of lane l becomes bit l of lane b, of each word: in five steps, the halves of ever smaller squares change places.
+template <int N>
+__device__ __forceinline__ void transpose(uint32_t (&x)[N], int lane) {
+    constexpr uint32_t kLow[5] = {0x0000ffffu, 0x00ff00ffu, 0x0f0f0f0fu, 0x33333333u, 0x55555555u};
+#pragma unroll
+    for (int step = 0; step < 5; ++step) {
+        const int half = 16 >> step;
+        const bool upper = lane & half;
+        const uint32_t keep = upper ? ~kLow[step] : kLow[step];
+        const uint32_t turn = upper ? 32 - half : half;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const uint32_t other = __shfl_xor_sync(kWarp, x[i], half);
+            x[i] = (x[i] & keep) | (__funnelshift_l(other, other, turn) & ~keep);
+        }
+    }
+}
+
+// Mark the entries on pages tile .. tile + rows - 1 in the cleared masks; `sizes` gets a bit for each that is no
+// repetition.
+template <int W, int BITS>
+__device__ __forceinline__ void mark(const int (&page)[Layout<W, BITS>::kTurns], int tile, int rows, uint32_t* masks,
+                                     uint32_t* sizes, int warp, int lane) {
+    using L = Layout<W, BITS>;
+#pragma unroll
+    for (int n = 0; n < L::kTurns; ++n) {
+        const int column = warp * L::kTurns + n, query = (column * 32 + lane) / BITS;
+        const uint32_t at = page[n] - tile, bit = 1u << (query & 31);
+        const bool fresh = at < rows && !(atomicOr(masks + at * L::kWords + query / 32, bit) & bit);
+        const uint32_t size = __ballot_sync(kWarp, fresh);
+        if (lane == 0) sizes[column] = size;
+    }
+}
+
+__device__ __forceinline__ void clear(uint32_t* masks, int words, int thread, int threads) {
+    for (int i = thread; i < words / 4; i += threads) reinterpret_cast<uint4*>(masks)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Offsets of the rows of the queries in execution order. Slots after the last query get any row.
+template <int W, int BITS>
+__device__ __forceinline__ void search(const uint32_t* table, const uint32_t* sizes, uint32_t* order, int count,
+                                       int lane) {
+    using L = Layout<W, BITS>;
+    uint32_t size[L::kShare], row[L::kWords];
+    read(size, sizes + lane * L::kShare);
+    const char* share = reinterpret_cast<const char*>(table + lane * L::kShare);
+#pragma unroll
+    for (int q = 0; q < L::kWords; ++q) {
+        const int place = lane * L::kWords + q;
+        row[q] = place * L::kRowBytes | (place < count ? 0 : kTaken);
+    }
+    for (int start = 0; start < count; start += kGroup) {
+        uint32_t left[L::kShare];
+#pragma unroll
+        for (int i = 0; i < L::kShare; ++i) left[i] = size[i];
+#pragma unroll
+        for (int member = 0; member < kGroup; ++member) {
+            uint32_t best = kWarp;
+#pragma unroll
+            for (int q = 0; q < L::kWords; ++q) {
+                // The seed is the lowest remaining id.
+                const uint32_t more = member ? cost<BITS>(left, q) << kOffsetBits : 0;
+                best = min(best, row[q] + more);
+            }
+            const uint32_t pick = __reduce_min_sync(kWarp, best) & kOffset;
+            if (lane == 0) order[start + member] = pick;
+#pragma unroll
+            for (int q = 0; q < L::kWords; ++q) row[q] |= row[q] == pick ? kTaken : 0;
+            if (member + 1 < kGroup) {
+                uint32_t covered[L::kShare];
+                read(covered, share + pick);
+#pragma unroll
+                for (int i = 0; i < L::kShare; ++i) left[i] &= ~covered[i];
+            }
+        }
+    }
+}
+
+template <int W, int BITS>
+__global__ void __launch_bounds__(4 * W) page_search(const Call call) {
+    using L = Layout<W, BITS>;
+    uint32_t* const masks = reinterpret_cast<uint32_t*>(page_search_memory);
+    uint32_t* const table = masks + call.rows * L::kWords;
+    uint32_t* const sizes = table + W * L::kStride;
+    uint32_t* const order = sizes + L::kColumns;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head = blockIdx.y;
+
+    const int4 window = call.windows[blockIdx.x];
+    const int first = window.x, count = window.y, slot = window.z;
+    const int length = call.kv_lens[window.w];
+    clear(masks, call.rows * L::kWords, thread, L::kThreads);
+    if (thread < W) order[thread] = thread * L::kRowBytes;
+
+    // Tokens beyond the causal position and beyond the request leave their pages before costs are computed.
+    int page[L::kTurns];
+#pragma unroll
+    for (int n = 0; n < L::kTurns; ++n) {
+        const int entry = (warp * L::kTurns + n) * 32 + lane, query = entry / BITS, k = entry % BITS;
+        page[n] = -1;
+        if (query < count && k < call.width) {
+            const long long at = (first + query) * call.query_stride + head * call.head_stride + k;
+            const int chosen = call.pages[at], last = min(call.positions[first + query], length - 1);
+            if (chosen >= 0 && static_cast<long long>(chosen) * call.page_size <= last) page[n] = chosen;
+        }
+    }
+    const int held = length > 0 ? (length - 1) / call.page_size + 1 : 0;
+    __syncthreads();
+    mark<W, BITS>(page, 0, call.rows, masks, sizes, warp, lane);
+    __syncthreads();
+
+    if (held <= call.capacity) {
+#pragma unroll
+        for (int n = 0; n < L::kTurns; ++n) {
+            uint32_t queries[L::kWords] = {};
+            if (static_cast<uint32_t>(page[n]) < call.rows) read(queries, masks + page[n] * L::kWords);
+            transpose(queries, lane);
+#pragma unroll
+            for (int i = 0; i < L::kWords; ++i) {
+                table[(32 * i + lane) * L::kStride + warp * L::kTurns + n] = queries[i];
+            }
+        }
+        __syncthreads();
+        if (warp == 0) search<W, BITS>(table, sizes, order, count, lane);
+        __syncthreads();
+    }
+
+    int* const ids = call.ids + static_cast<long long>(head) * call.groups * kGroup + slot;
+    if (thread < (count + kGroup - 1) / kGroup * kGroup) {
+        ids[thread] = thread < count ? first + static_cast<int>(order[thread] / L::kRowBytes) : -1;
+    }
+
+    // The warp's group: its queries by slot, and all of them as a mask.
+    const int queries = max(0, min(kGroup, count - warp * kGroup));
+    const int place = order[warp * kGroup + lane % kGroup] / L::kRowBytes;
+    uint32_t group[L::kWords];
+#pragma unroll
+    for (int i = 0; i < L::kWords; ++i) {
+        group[i] = __reduce_or_sync(kWarp, lane < queries && place / 32 == i ? 1u << (place % 32) : 0);
+    }
+    int places[kGroup];
+#pragma unroll
+    for (int r = 0; r < kGroup; ++r) places[r] = __shfl_sync(kWarp, place, r);
+
+    const long long item = static_cast<long long>(head) * call.groups + slot / kGroup + warp;
+    int* const union_pages = call.union_pages + item * kGroup * call.width;
+    int* const members = call.members + item * kGroup * call.width;
+    uint32_t* const list = table + warp * kGroup * BITS;
+    int found = 0;
+    for (int tile = 0; tile < held; tile += call.rows) {
+        if (tile) {
+            __syncthreads();
+            clear(masks, call.rows * L::kWords, thread, L::kThreads);
+            __syncthreads();
+            mark<W, BITS>(page, tile, call.rows, masks, sizes, warp, lane);
+            __syncthreads();
+        }
+        const int before = found, end = queries ? min(call.rows, held - tile) : 0;
+#pragma unroll 4
+        for (int begin = 0; begin < end; begin += 32) {
+            uint32_t chosen[L::kWords], any = 0;
+            read(chosen, masks + (begin + lane) * L::kWords);
+#pragma unroll
+            for (int i = 0; i < L::kWords; ++i) any |= chosen[i] & group[i];
+            const uint32_t held_here = __ballot_sync(kWarp, any != 0);
+            if (any) list[found + __popc(held_here & ((1u << lane) - 1))] = begin + lane;
+            found += __popc(held_here);
+        }
+        __syncwarp();
+        for (int n = before + lane; n < found; n += 32) {
+            const uint32_t at = list[n];
+            uint32_t bits = 0;
+#pragma unroll
+            for (int r = 0; r < kGroup; ++r) {
+                bits |= (masks[at * L::kWords + places[r] / 32] >> (places[r] % 32) & 1) << r;
+            }
+            union_pages[n] = tile + static_cast<int>(at);
+            members[n] = bits & ((1 << queries) - 1);
+        }
+    }
+    if (queries == 0) return;
+    for (int n = found + lane; n < kGroup * call.width; n += 32) union_pages[n] = -1, members[n] = 0;
+    if (lane == 0) call.counts[item] = found;
+}
+
+template <int W, int BITS>
+cudaError_t start(const Call& call, int windows, int heads, cudaStream_t stream) {
+    using L = Layout<W, BITS>;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3(windows, heads);
+    launch.blockDim = dim3(L::kThreads);
+    launch.dynamicSmemBytes = L::bytes(call.rows);
+    launch.stream = stream;
+    const cudaError_t error =
+        cudaFuncSetAttribute(page_search<W, BITS>, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.dynamicSmemBytes);
+    return error == cudaSuccess ? cudaLaunchKernelEx(&launch, page_search<W, BITS>, call) : error;
+}
+
+}  // namespace
+
+// 0 or a cudaError_t. `window` is 64 or 128, `width` at most 64; strides count elements.
+extern "C" int page_search_launch(const int* pages, const int* positions, const int* kv_lens, const void* windows,
+                                  int* ids, int* union_pages, int* members, int* counts, long long query_stride,
+                                  long long head_stride, int page_size, int capacity, int rows, int width, int groups,
+                                  int window, int window_count, int heads, void* stream) {
+    const Call call = {pages,        positions,   kv_lens,   static_cast<const int4*>(windows),
+                       ids,          union_pages, members,   counts,
+                       query_stride, head_stride, page_size, capacity,
+                       rows,         width,       groups};
+    const auto run = window == 64 ? width <= 16   ? start<64, 16>
+                                    : width <= 32 ? start<64, 32>
+                                                  : start<64, 64>
+                     : width <= 16 ? start<128, 16>
+                     : width <= 32 ? start<128, 32>
+                                   : start<128, 64>;
+    return static_cast<int>(run(call, window_count, heads, static_cast<cudaStream_t>(stream)));
+}
+
+// What a launch on the current device would meet at the latest: another architecture, a driver older than the runtime.
+extern "C" int page_search_problem() {
+    cudaFuncAttributes found;
+    return static_cast<int>(cudaFuncGetAttributes(&found, page_search<64, 16>));
+}
+
+extern "C" const char* page_search_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
