@@ -43,7 +43,7 @@ GPU_TESTS := from glob import glob; from importlib.util import find_spec; \
 	dirs = ["kernels", "bench"] + ["attention"] * bool(find_spec("transformers")); \
 	print(*sorted(f for d in dirs for f in glob(f"tests/{d}/test_gpu*.py")))
 
-.PHONY: demo test test-gpu lint bench bench-kernel bench-attention bench-ttft bench-pageweaver bench-ruler clean
+.PHONY: device demo test test-gpu lint bench bench-kernel bench-attention bench-ttft bench-pageweaver bench-ruler clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -53,7 +53,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS)
 
-test-gpu: $(GPU_NEEDS)
+# Without a device there is nothing to run, which is said before anything is installed.
+device:
+	@[ "$(HAS_CUDA)" = 1 ] || nvidia-smi -L >/dev/null 2>&1 || \
+		{ echo "$(MAKECMDGOALS): a CUDA device is needed, and none is found here" >&2; exit 2; }
+
+test-gpu: device $(GPU_NEEDS)
 	$(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $$($(GPU_PYTHON) -c '$(GPU_TESTS)')
 
 lint: $(VENV)/.installed
@@ -63,18 +68,18 @@ lint: $(VENV)/.installed
 
 bench: bench-kernel bench-attention bench-ttft
 
-bench-kernel: $(GPU_NEEDS)
+bench-kernel: device $(GPU_NEEDS)
 	$(GPU_PYTHON) -m prefill_kernels.bench kernel $(BENCH_ARGS)
 
-bench-attention: $(GPU_NEEDS)
+bench-attention: device $(GPU_NEEDS)
 	$(GPU_PYTHON) -m evalkit.bench attention $(BENCH_ARGS)
 
-bench-ttft: $(GPU_NEEDS)
+bench-ttft: device $(GPU_NEEDS)
 	@if $(GPU_PYTHON) -c 'import transformers' 2>/dev/null; then \
 		set -x; $(GPU_PYTHON) -m evalkit.bench ttft $(BENCH_ARGS); \
 	else echo "time to first token is left out: $(PYTHON) has no transformers"; fi
 
-bench-pageweaver: $(VENV)/.installed
+bench-pageweaver: device $(VENV)/.installed
 	$(BIN)/evalkit capture set=pageweaver
 	$(BIN)/evalkit bench pageweaver
 	$(BIN)/evalkit bench pageweaver-model

@@ -52,6 +52,8 @@ from .settings import TTFT_VARIANTS, PageModelBench, TtftBench
 if TYPE_CHECKING:
     from ..attention import Session
 
+DENSE = ("fa2", "cudnn")
+"""Variants that others are compared with."""
 CHECKED_TOKENS = 2048
 
 
@@ -75,7 +77,7 @@ def run(settings: TtftBench, rows: Rows, device: torch.device) -> None:
     for tokens in settings.lengths:
         generator = torch.Generator().manual_seed(settings.seed)
         ids = torch.randint(0, settings.vocab, (1, tokens), generator=generator).to(device)
-        base = 0.0
+        dense: dict[str, float] = {}
         for name in names:
             forward = Forward(settings, model, name)
             try:
@@ -83,13 +85,17 @@ def run(settings: TtftBench, rows: Rows, device: torch.device) -> None:
             except torch.OutOfMemoryError:
                 print(f"{name} at {tokens} tokens: left out, it does not fit into memory", file=sys.stderr, flush=True)
                 continue
-            base = seconds if name == "fa2" else base
-            values = {"ttft": seconds}
+            if name in DENSE:
+                dense[name] = seconds
+            spent = forward.budgets(tokens)
+            values = {"ttft": seconds, "tflops": forward.flops(tokens, spent) / seconds / 1e12}
             if peak is not None:
                 values["peak_memory"] = peak
-            if base and name != "fa2":
-                values["speedup_fa2"] = base / seconds
-            rows.add("ttft", name, tokens, forward.setting, **values, **forward.budgets(tokens))
+            if "fa2" in dense and name != "fa2":
+                values["speedup_fa2"] = dense["fa2"] / seconds
+            if dense:
+                values["speedup_dense"] = min(dense.values()) / seconds
+            rows.add("ttft", name, tokens, forward.setting, **values, **spent)
             if settings.loss and name.startswith("harness"):
                 seconds, peak = timed(lambda ids, forward=forward: forward.loss(ids[0]), ids, 1)  # type: ignore[misc]
                 values = {"loss": seconds, **({} if peak is None else {"peak_memory": peak})}
@@ -269,6 +275,25 @@ class Forward:
         for name, count in zip(("B_stage1", "B"), cells, strict=False):
             found[name] = count / (calls * causal_cells(0, tokens))
         return found
+
+    def flops(self, tokens: int, found: Mapping[str, float]) -> float:
+        """Products that a forward executed: of every token with the layers' weights, and of attention.
+
+        Dense attention counts its causal half; a method its visited blocks (QK) and computed ones (PV), whole.
+
+        Args:
+            tokens: of the prompt.
+            found: :meth:`budgets` of the forward.
+        """
+        config = self.model.config
+        weights = sum(p.numel() for p in self.model.model.layers.parameters())
+        width = config.num_attention_heads * config.head_dim
+        if found:
+            blocks = causal_blocks(0, tokens, self.block) * self.block**2
+            attention = 2.0 * blocks * width * (found["B_stage1_block"] + found["B_block"])
+        else:
+            attention = 2.0 * tokens**2 * width
+        return 2.0 * weights * tokens + config.num_hidden_layers * attention
 
     def _harness(self, ids: Tensor) -> Tensor:
         with self._opened() as session:

@@ -191,7 +191,7 @@ PAGES_MODEL = (
     "prefill s", "tokens/s", "over original %", "95 %", "over FlashInfer %", "95 % of that", "over replanned %",
     "peak GiB", "commit",
 )  # fmt: skip
-TTFT = ("TTFT s", "over FA2", "loss s", "peak GiB", "B_stage1 %", "B %", "commit")
+TTFT = ("TTFT s", "TF/s", "over FA2", "over fastest dense", "loss s", "peak GiB", "B_stage1 %", "B %", "commit")
 
 ALSO: dict[str, tuple[str, float, str]] = {
     "vote_cost": ("vote costs {} %", 100, "1"),
@@ -362,7 +362,9 @@ def _ttft_row(benchmarks: Benchmarks, point: Point) -> list[str]:
         point.setting,
         str(point.tokens),
         _text(metrics.get("ttft"), 3),
+        _text(metrics.get("tflops"), 0),
         _text(benchmarks.ttft_speedup(point), 2),
+        _text(metrics.get("speedup_dense"), 2),
         _text(metrics.get("loss"), 3),
         _text(metrics.get("peak_memory"), 1),
         _text(metrics.get("B_stage1_block"), 1, 100),

@@ -44,6 +44,22 @@ class PagedKV:
         """Where the pages lie."""
         return self.k_pages.device
 
+    def check(self) -> None:
+        """Raise ValueError unless every page that holds a token is one of the pool.
+
+        Kernels do not look: a page outside is memory of something else. Reads the table back to the host: for checking a
+        cache of one's own, not for the fast path.
+        """
+        used = math.ceil(self.kv_len / self.page_size)
+        if used > self.page_table.shape[1]:
+            raise ValueError(f"page_table: {self.page_table.shape[1]} pages for {self.kv_len} tokens, want {used}")
+        held = self.page_table[:, :used]
+        if bool(((held < 0) | (held >= self.k_pages.shape[0])).any()):
+            raise ValueError(
+                f"page_table: entries {int(held.min())} to {int(held.max())}, the pool has pages 0 to "
+                f"{self.k_pages.shape[0] - 1}"
+            )
+
     def key_rows(self, positions: Tensor) -> Tensor:
         """Keys at absolute ``positions`` (int64 [R]) as [B, Hkv, R, d]."""
         pages = self.page_table[:, positions // self.page_size].long()

@@ -72,8 +72,16 @@ def test_attention_rows(bench):
     call = rows["attention", "call", 700, "Stage-1 80 % to B 50 %, stride 8, sigma 2"]
     assert float(call["B"]["value"]) < float(call["B_stage1"]["value"])
     assert {"host_ms", "kap_select_share", "tflops", "speedup_dense", "rel_err"} <= set(call)
+    assert {key[3] for key in rows if key[1] == "fa2"} == {"dense", "sigma 2, dense"}, "dense on every kind of input"
     # Proxy and selection took 2 ms each by the pretended clock, and so did the call.
     assert float(call["kap_select_share"]["value"]) == 2
+
+
+def test_speedups_are_over_fa2_and_over_the_fastest_dense_kernel(bench):
+    one = synthetic(Shape(4, 2, 32), 256, 0, device=bench.device, dtype=bench.dtype)
+    bench.base = {"fa2": 8.0, "cudnn": 5.0, "flashinfer": 6.0}
+    assert bench.speedups(2.0) == {"speedup_fa2": 4.0, "speedup_dense": 2.5}
+    assert bench.rates(measure.dense_flops(one), 10.0, one)["share_of_dense"] == 0.5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bfloat16 on the GPU: test_gpu_bench.py")

@@ -60,6 +60,19 @@ def test_ttft_rows(tmp_path, capsys):
         assert float(found[variant, 512, "B_block"]["value"]) == pytest.approx(0.4)
         assert found[variant, 512, "ttft"]["setting"] == "Stage-1 20 %, vote off, stride 8"
     assert found["harness_dense", 512, "ttft"]["setting"] == "dense"
+
+    def value(*key):
+        return float(found[key]["value"])
+
+    # Executed products: weights of the layers on every token; the causal half, or whole blocks of QK and of PV.
+    model = ttft.build(settings, CPU)
+    weights = 2 * sum(p.numel() for p in model.model.layers.parameters()) * 512
+    width = settings.layers * settings.heads * settings.dim
+    for variant, attention in (("fa2", 2 * 512**2), ("cosa", 4 * 4 * 128**2)):
+        executed = weights + width * attention
+        assert value(variant, 512, "tflops") * value(variant, 512, "ttft") * 1e12 == pytest.approx(executed, rel=1e-3)
+    fastest = min(value(name, 512, "ttft") for name in ("fa2", "cudnn") if (name, 512, "ttft") in found)
+    assert value("cosa", 512, "speedup_dense") == pytest.approx(fastest / value("cosa", 512, "ttft"), rel=1e-3)
     assert len(list((tmp_path / "profiles").iterdir())) == 10
 
 

@@ -22,6 +22,7 @@ from prefill_kernels.bench.measure import Bench, bisect_scale
 TOKENS = 32768
 CASES = (
     "attention, all blocks, vote off",
+    "attention, all blocks, vote, none skipped",
     "proxy, stride 8",
     "attention, Stage-1 29 % to B 20 %",
     "attention, the same lists, vote off",
@@ -62,6 +63,7 @@ def cases(device: torch.device) -> Iterator[Callable[[], object]]:
 
     plain = synthetic(Shape(), TOKENS, 7, device=device, dtype=torch.bfloat16)
     yield attention(plain, every_block(plain))
+    yield attention(plain, replace(every_block(plain), skip_scale=1e-30))
     yield lambda: kap_scores(plain.q, plain.kv, scale=plain.scale, stride=8)
 
     spread = synthetic(Shape(), TOKENS, 5, device=device, dtype=torch.bfloat16, sigma=2.0)

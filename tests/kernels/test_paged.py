@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from prefill_kernels import PagedKV, causal_blocks, causal_cells, dense_attention
@@ -46,3 +48,16 @@ def test_causal_counts_by_counting():
         rows = range(offset, offset + length)
         assert causal_cells(offset, length) == sum(r + 1 for r in rows)
         assert causal_blocks(offset, length, 16) == sum(t + 1 for t in {r // 16 for r in rows})
+
+
+def test_a_page_outside_the_pool_is_named():
+    k = torch.randn(1, 2, 40, 8)
+    kv = PagedKV.from_dense(k, k, 16, generator=torch.Generator().manual_seed(0))
+    kv.check()
+    for entry in (-1, kv.k_pages.shape[0], 10**7):
+        table = kv.page_table.clone()
+        table[0, 1] = entry
+        with pytest.raises(ValueError, match=f"page_table: entries .*{entry}.*the pool has pages 0 to"):
+            dataclasses.replace(kv, page_table=table).check()
+    with pytest.raises(ValueError, match="page_table: 2 pages for 40 tokens, want 3"):
+        dataclasses.replace(kv, page_table=kv.page_table[:, :2]).check()

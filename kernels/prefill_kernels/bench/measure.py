@@ -138,7 +138,7 @@ DENSE_KERNELS: dict[str, Callable[[Inputs], Tensor]] = {
 }
 
 
-def dense(bench: Bench, name: str, variants: Iterable[str], sets: list[Inputs]) -> None:
+def dense(bench: Bench, name: str, variants: Iterable[str], sets: list[Inputs], inputs: str = "") -> None:
     """Measure the dense kernels among ``variants`` and make them the baseline; one that cannot run is left out.
 
     Args:
@@ -146,6 +146,7 @@ def dense(bench: Bench, name: str, variants: Iterable[str], sets: list[Inputs]) 
         name: bench of the rows.
         variants: names, of which ``fa2`` must run.
         sets: inputs.
+        inputs: what rows call them; none = their own name.
     """
     first = sets[0]
     bench.base = {}
@@ -165,7 +166,7 @@ def dense(bench: Bench, name: str, variants: Iterable[str], sets: list[Inputs]) 
         bench.base[variant] = bench.mean_ms(functools.partial(kernel, one) for one in sets)
     for variant, ms in bench.base.items():
         rates, speedups = bench.rates(dense_flops(first), ms, first), bench.speedups(ms)
-        setting = f"{first.name}, dense" if first.name else "dense"
+        setting = ", ".join(item for item in (inputs or first.name, "dense") if item)
         bench.rows.add(name, variant, first.tokens, setting, ms=ms, **rates, **speedups, rel_err=errors[variant])
 
 
