@@ -47,8 +47,8 @@ class PagedKV:
     def check(self) -> None:
         """Raise ValueError unless every page that holds a token is one of the pool.
 
-        Kernels do not look: a page outside is memory of something else. Reads the table back to the host: for checking a
-        cache of one's own, not for the fast path.
+        Kernels do not look: a page outside is memory of something else. Reads the table back to the host: for checking
+        a cache of one's own, not for the fast path.
         """
         used = math.ceil(self.kv_len / self.page_size)
         if used > self.page_table.shape[1]:
