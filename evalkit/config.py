@@ -268,8 +268,11 @@ class RulerConfig:
         self.generation.validate()
 
     def check(self, model: ModelConfig) -> None:
-        """Raise InputError where the generation settings and the model's do not go together."""
+        """Raise InputError where the generation settings and the model's do not go together, or cannot fit."""
+        task_spec = importlib.import_module(RULER_NAMES.partition(":")[0]).task_spec
         self.generation.check(model)
+        longest = max(task_spec(name).max_new_tokens for name in self.tasks)
+        self.generation.check_fits(self.length, self.generation.max_new_tokens or longest)
 
 
 @dataclass(frozen=True)

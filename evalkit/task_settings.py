@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SAMPLINGS = ("greedy", "recommended")
 LONGBENCH_MODES = ("direct", "cot", "loglikelihood")
 LONGBENCH_HUB = "zai-org/LongBench-v2"
+LEAST_TRUNCATE_AT = 64
 LONGBENCH_SMALL = "small"
 """Name of the self-made set that ships with the harness."""
 
@@ -133,6 +134,23 @@ class GenerationConfig:
         else:
             _require(value is None, name, value, f"null with model.thinking={model.thinking}: nothing is thought")
 
+    def check_fits(self, length: int, answer: int) -> None:
+        """Raise InputError where the output alone fills a length that also holds the prompt.
+
+        Args:
+            length: of the task, tokens.
+            answer: longest output without thinking, tokens.
+        """
+        if answer >= length:
+            name, value, most = "max_new_tokens", self.max_new_tokens, length - 1
+        else:
+            name, value, most = "thinking_tokens", self.thinking_tokens, length - 1 - answer
+            if self.thinking_tokens is None or self.thinking_tokens <= most:
+                return
+        own = "" if name == "thinking_tokens" or value is not None else f", and the task's own number is {answer}"
+        allowed = f"must be at most {most}: task.length={length} also holds the prompt{own}"
+        raise InputError(f"task.generation.{name}", value, allowed)
+
     def resolve(self, model: ModelConfig) -> Sampling | None:
         """The sampling that applies, ``None`` for greedy.
 
@@ -143,6 +161,13 @@ class GenerationConfig:
             return None
         mode = "thinking" if model.thinking else "plain"
         found: Sampling | None = getattr(model.recommended, mode)
+        if found is None and model.thinking and model.recommended.plain is not None:
+            allowed = (
+                f"null or false: model {model.name} has no thinking mode (its card recommends a sampling, and none for "
+                "thinking); it reasons in two stages: task=longbench-v2-cot, for the paper's Table 2 "
+                "sweep=paper_table2_llama"
+            )
+            raise InputError("model.thinking", model.thinking, allowed)
         if found is None:
             allowed = f"greedy: model {model.name} has no model.recommended.{mode}"
             raise InputError("task.generation.sampling", self.sampling, allowed)
@@ -201,8 +226,9 @@ class LongBenchV2Config:
         _require(self.mode in LONGBENCH_MODES, "task.mode", self.mode, near_matches(self.mode, LONGBENCH_MODES))
         self._validate_data()
         _at_least("task.length", self.length, 256)
-        ok = 64 <= self.truncate_at < self.length
-        allowed = f"must be an integer from 64 to below task.length={self.length}, which also holds the output"
+        ok = LEAST_TRUNCATE_AT <= self.truncate_at < self.length
+        below = f"below task.length={self.length}, which also holds the output"
+        allowed = f"must be an integer from {LEAST_TRUNCATE_AT} to {below}"
         _require(ok, "task.truncate_at", self.truncate_at, allowed)
         _at_least("task.limit", self.limit, 1)
         check_precision(self.precision)
@@ -231,11 +257,14 @@ class LongBenchV2Config:
         _require(hub_id, "task.data", self.data, f"{known}; or a local .json or .jsonl file, or owner/name")
 
     def check(self, model: ModelConfig) -> None:
-        """Raise InputError where the mode and the model's thinking do not go together."""
+        """Raise InputError where the mode and the model's thinking do not go together, or the output cannot fit."""
         if model.thinking and self.mode != "direct":
             why = {
                 "cot": "a model that thinks reasons by itself",
                 "loglikelihood": "the choices are read before anything is thought",
             }
             raise InputError("task.mode", self.mode, f"direct with model.thinking=true: {why[self.mode]}")
+        from .benchmarks.longbench_v2.samples import answer_limits
+
         self.generation.check(model)
+        self.generation.check_fits(self.length, answer_limits(self)[0])

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from evalkit.config import GenerationConfig, ModelConfig, Recommended
+from evalkit.config import GenerationConfig, LongBenchV2Config, ModelConfig, Recommended, RulerConfig
 from evalkit.errors import InputError
 from evalkit.generation import Decoding, draw, generate
 from evalkit.task_settings import Sampling
@@ -149,6 +149,39 @@ def test_recommended_sampling_follows_the_models_thinking():
     bare = dataclasses.replace(model, recommended=Recommended(thinking=THINKING))
     with pytest.raises(InputError, match="task.generation.sampling='recommended'.*model.recommended.plain"):
         sampled.check(bare)
+
+
+def test_a_model_that_does_not_think_is_told_what_to_run_instead():
+    """Its settings recommend a sampling, and none for thinking."""
+    model = ModelConfig("m", 4096, path="a/b", thinking=True, recommended=Recommended(PLAIN))
+    with pytest.raises(InputError, match="has no thinking mode.*longbench-v2-cot.*sweep=paper_table2_llama") as stop:
+        GenerationConfig(sampling="recommended", thinking_tokens=9).check(model)
+    assert stop.value.field == "model.thinking"
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "most"),
+    [
+        (RulerConfig(tasks=("vt",), length=1024), "max_new_tokens", 1023),
+        (RulerConfig(tasks=("vt", "qa_1"), length=1024), "thinking_tokens", 1024 - 32 - 1),
+        (LongBenchV2Config(data="small", length=1024, truncate_at=300), "max_new_tokens", 1023),
+        (LongBenchV2Config(data="small", length=1024, truncate_at=300), "thinking_tokens", 1024 - 128 - 1),
+    ],
+)
+def test_an_output_that_fills_the_length_is_refused_before_anything_runs(task, field, most):
+    thinks = field == "thinking_tokens"
+    model = ModelConfig("m", 4096, path="a/b", thinking=thinks)
+    dataclasses.replace(task, generation=GenerationConfig(**{field: most})).check(model)
+    for tokens in (most + 1, 200000):
+        with pytest.raises(InputError, match=f"must be at most {most}: task.length=1024 also holds the") as stop:
+            dataclasses.replace(task, generation=GenerationConfig(**{field: tokens})).check(model)
+        assert (stop.value.field, stop.value.value) == (f"task.generation.{field}", tokens)
+
+
+def test_a_tasks_own_output_that_fills_the_length_is_named():
+    task = LongBenchV2Config(data="small", mode="cot", length=1024, truncate_at=300)
+    with pytest.raises(InputError, match="max_new_tokens=None: must be at most 1023.*the task's own number is 1024"):
+        task.check(ModelConfig("m", 4096, path="a/b"))
 
 
 def test_thinking_needs_a_budget_and_a_budget_needs_thinking():

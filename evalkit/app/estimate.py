@@ -7,11 +7,14 @@ counted at their longest. Models of other shapes have no measured time and are n
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..config import Cell, PerplexityConfig, RulerConfig
+from ..errors import InputError
+from ..task_settings import LONGBENCH_SMALL, is_path
 
 DEVICE = "H200"
 TTFT = {4096: 0.14541, 32768: 1.9378, 131072: 19.516}
@@ -60,10 +63,31 @@ def _samples(cell: Cell) -> Iterator[tuple[int, int, int]]:
 
     usual = {"direct": ANSWER_TOKENS, "cot": REASONING_TOKENS + ANSWER_TOKENS}.get(task.mode, 0)
     answer = task.generation.max_new_tokens or usual
-    total = sum(LONGBENCH_V2.values())
-    for bound, count in LONGBENCH_V2.items():
-        share = count if task.limit is None else math.ceil(task.limit * count / total)
+    counts = _questions(task.data)
+    total = sum(counts.values())
+    for bound, count in counts.items():
+        share = count if task.limit is None else min(count, math.ceil(task.limit * count / total))
         yield min(bound, task.truncate_at), answer + thinking, share
+
+
+def _questions(data: str) -> dict[int, int]:
+    """Questions by an upper bound of their prompt; those of the published set where a hub set is not at hand."""
+    if data != LONGBENCH_SMALL and not is_path(data):
+        return LONGBENCH_V2
+    try:
+        return _counted(data)
+    except InputError:  # the cell itself says what is wrong with the file
+        return LONGBENCH_V2
+
+
+@functools.lru_cache
+def _counted(data: str) -> dict[int, int]:
+    """Questions of a local file, which the cells of a sweep share."""
+    from ..benchmarks.longbench_v2 import read_items
+
+    items = read_items(data)
+    short = sum(item.length == "short" for item in items)
+    return dict(zip(LONGBENCH_V2, (short, len(items) - short), strict=True))
 
 
 def lines(cells: Sequence[Cell]) -> list[str]:

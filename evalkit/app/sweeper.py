@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,9 +32,26 @@ from .session import SESSION
 class InvalidSweep(EvalkitError):
     """At least one cell of a sweep cannot run, so none was started."""
 
-    def __init__(self, lines: Sequence[str], total: int) -> None:
-        self.lines, self.total = tuple(lines), total
-        super().__init__(f"nothing was run: {len(lines)} of {total} cells cannot run")
+    def __init__(self, refused: Mapping[str, Sequence[tuple[int, Sequence[str]]]], total: int) -> None:
+        """Say every reason once.
+
+        Args:
+            refused: by reason the cells, each its number and overrides.
+            total: number of cells.
+        """
+        self.lines = tuple(f"{_named(cells, total)}: {reason}" for reason, cells in refused.items())
+        self.total = total
+        count = sum(len(cells) for cells in refused.values())
+        super().__init__(f"nothing was run: {count} of {total} cells cannot run")
+
+
+def _named(cells: Sequence[tuple[int, Sequence[str]]], total: int) -> str:
+    """Some cells of a sweep by their numbers and what they have in common."""
+    (first, shared), *others = cells
+    if not others:
+        return f"cell {first}/{total} [{' '.join(shared)}]"
+    shared = [item for item in shared if all(item in overrides for _, overrides in others)]
+    return f"cells {', '.join(str(number) for number, _ in cells)} of {total} [{' '.join(shared)}]"
 
 
 class GridSweeper(Sweeper):
@@ -74,7 +91,7 @@ class GridSweeper(Sweeper):
             arguments: Hydra's task overrides; those of the cells are in the session.
 
         Raises:
-            InvalidSweep: with one line for each cell that cannot run.
+            InvalidSweep: with one line for each reason that cells cannot run.
         """
         assert self.config is not None and self.launcher is not None and self.hydra_context is not None
         self._refuse_values_in_preset(arguments)
@@ -121,19 +138,19 @@ class GridSweeper(Sweeper):
 
     def _validated(self, jobs: list[list[str]]) -> list[tuple[Cell, list[str]]]:
         kept: dict[str, tuple[Cell, list[str]]] = {}
-        errors: list[str] = []
+        refused: dict[str, list[tuple[int, list[str]]]] = {}
         for number, overrides in enumerate(jobs, start=1):
             try:
                 cell = self._compose(overrides)
             except (*CONFIG_ERRORS, EvalkitError) as exc:
-                errors.append(f"cell {number}/{len(jobs)} [{' '.join(overrides)}]: {explain(exc)}")
+                refused.setdefault(explain(exc), []).append((number, overrides))
                 continue
             settings = {key: value for key, value in cell.as_dict().items() if key != "overrides"}
             kept.setdefault(json.dumps(settings, sort_keys=True), (cell, overrides))
-        if errors:
+        if refused:
             if SESSION.dry_run:  # what could run, before what could not
                 SESSION.listed(kept.values())
-            raise InvalidSweep(errors, len(jobs))
+            raise InvalidSweep(refused, len(jobs))
         return list(kept.values())
 
     def _compose(self, overrides: list[str]) -> Cell:

@@ -12,10 +12,13 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..lmeval.metadata import keys_of, takes
 from . import ruler
 from .perplexity import Windows
+from .standalone import ruler_documents
 
 
+@takes(keys_of(ruler_documents))
 def dataset(docs: Sequence[Mapping[str, Any]] | None = None, **metadata: Any) -> dict[str, Dataset]:
     """The documents of one task, for lm-eval's ``custom_dataset``, out of the task's metadata.
 
@@ -25,8 +28,6 @@ def dataset(docs: Sequence[Mapping[str, Any]] | None = None, **metadata: Any) ->
         metadata: the rest.
     """
     if docs is None and "ruler_task" in metadata:
-        from .standalone import ruler_documents
-
         docs = ruler_documents(**metadata)
     if docs is None:
         raise ValueError("docs: run this task through `evalkit run`, which prepares its samples")

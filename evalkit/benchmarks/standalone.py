@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..corpora import Corpora
-from ..errors import InputError
+from ..lmeval.metadata import integer
 from ..prompts import PromptRenderer
 from . import ruler
 from .ruler import Builder
@@ -44,12 +44,12 @@ def ruler_documents(
     Raises:
         InputError: a value that cannot be used.
     """
-    from ..lmeval.settings import named_tokenizer
+    from ..lmeval.settings import counting_tokenizer
 
-    name = tokenizer or pretrained
-    if not name:
-        raise InputError("metadata.tokenizer", name, "give it, or pretrained in the model arguments")
-    loaded = named_tokenizer(name, revision)
+    integer("length", length)
+    integer("samples", samples)
+    integer("data_seed", data_seed, least=0)
+    loaded = counting_tokenizer(tokenizer, pretrained, revision)
     chat = bool(loaded.chat_template) if chat is None else chat
     renderer = PromptRenderer(loaded, chat=chat, thinking=enable_thinking if chat else None)
     corpora = Corpora()

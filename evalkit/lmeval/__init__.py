@@ -4,7 +4,8 @@
 * :mod:`.model`: the model class: sparse prefill of the context, dense decode of what follows,
 * :mod:`.budget`: the realized budget in lm-eval's results and samples files,
 * :mod:`.hook`: a look at model and tasks before lm-eval evaluates them,
-* :mod:`.prompt_cache`: lm-eval's cache of built prompts, keyed by the metadata too,
+* :mod:`.metadata`: which keys of ``--metadata`` a task knows,
+* :mod:`.prompt_cache`: lm-eval's cache of built prompts, keyed by the metadata and the documents too,
 * :mod:`.cli`: the console command that registers the model and then is lm_eval.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,7 +36,8 @@ from ..prompts import PromptRenderer
 from ..reference import score_window
 from ..runner import _backend
 from ..task_settings import Sampling
-from .budget import Chain, LogLikelihood, Rolling, Text, install
+from . import budget, metadata
+from .budget import Chain, LogLikelihood, Rolling, Text
 from .settings import settings
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -55,6 +56,7 @@ class _Generation:
         limit: longest answer, tokens.
         sampling: None for greedy.
         second: what the answer is asked for with after a chain of thought; None for a request of one stage.
+        stream: what tells the request from all others of its prompt: its document, and how often that came before.
     """
 
     args: tuple[Any, ...]
@@ -63,6 +65,7 @@ class _Generation:
     limit: int
     sampling: Sampling | None
     second: dict[str, Any] | None = None
+    stream: tuple[Any, ...] = ()
 
 
 class SparsePrefillLM(TemplateLM):
@@ -118,7 +121,8 @@ class SparsePrefillLM(TemplateLM):
         self.session.__enter__()
         self.eos = end_tokens(self.session)
         self._totals: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        install(lambda lm: isinstance(lm, SparsePrefillLM))
+        for look in (budget.install, metadata.install):
+            look(lambda lm: isinstance(lm, SparsePrefillLM))
 
     def close(self) -> None:
         """Give the model its own attention back."""
@@ -276,15 +280,22 @@ class SparsePrefillLM(TemplateLM):
     # ------------------------------------------------------------------------------------------------------- generation
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answer prompts; every request is checked before the first one runs."""
-        prepared = [self._generation(request) for request in requests]
+        # lm-eval repeats a document by sending its request again: the k-th time draws from a stream of its own.
+        seen: Counter[tuple[Any, ...]] = Counter()
+        prepared = []
+        for request in requests:
+            document = (request.task_name, request.doc_id, request.idx)
+            prepared.append(self._generation(request, (request.doc_id, request.idx, seen[document])))
+            seen[document] += 1
         results: list[str] = []
         for item in tqdm(prepared, disable=disable_tqdm, desc="Running generate_until requests"):
             found = self._generate(item) if item.second is None else self._chain(item, item.second)
-            self.cache_hook.add_partial("generate_until", item.args, found)
+            if item.sampling is None:  # a key of the cache does not tell the draws of one request apart
+                self.cache_hook.add_partial("generate_until", item.args, found)
             results.append(found)
         return results
 
-    def _generation(self, request: Instance) -> _Generation:
+    def _generation(self, request: Instance, stream: tuple[Any, ...]) -> _Generation:
         context, asked = request.args
         arguments: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
         stop = handle_stop_sequences(arguments.pop("until", None), eos=self.tokenizer.decode(self.eot_token_id))
@@ -299,16 +310,26 @@ class SparsePrefillLM(TemplateLM):
                 raise InputError(f"gen_kwargs.{name}", value, f"not supported; known: {known}")
         sampling = None
         if sampled:
+            self._check_uncached(asked)
             numbers = {name: int(value) if name == "top_k" else float(value) for name, value in chosen.items()}
             sampling = Sampling(**numbers)  # type: ignore[arg-type]
             sampling.validate("gen_kwargs")
         ids = self.tok_encode(context)
         self._fits(len(ids) + limit, context)
-        return _Generation(request.args, ids, stop, limit, sampling, then)
+        return _Generation(request.args, ids, stop, limit, sampling, then, stream)
+
+    def _check_uncached(self, asked: dict[str, Any]) -> None:
+        """lm-eval keeps sampled requests out of its response cache, and knows them by ``do_sample`` alone."""
+        if self.cache_hook.dbdict is not None and not asked.get("do_sample"):
+            allowed = (
+                "true where a temperature asks for sampling: with --use_cache lm-eval takes the request for a greedy "
+                "one and would answer every repeat with one draw"
+            )
+            raise InputError("gen_kwargs.do_sample", asked.get("do_sample"), allowed)
 
     def _generate(self, item: _Generation) -> Text:
         hidden, account = self._prefill("generate_until", item.ids, reserve=item.limit)
-        pick = Decoding(item.sampling, self.settings.seed).picker(account["sha256"])
+        pick = Decoding(item.sampling, self.settings.seed).picker(account["sha256"], *item.stream)
         ended = self._stops(item.stop)
         output: list[int] = []
         while True:
@@ -320,9 +341,24 @@ class SparsePrefillLM(TemplateLM):
                 break
             hidden = self.session.decode(token)
         self.session.account()
-        text = self.tokenizer.decode(output, skip_special_tokens=True)
-        text = postprocess_generated_text(text, item.stop, self.settings.think_end_token)
-        return Text(text, [account])
+        return Text(postprocess_generated_text(self._answer(output), item.stop, None), [account])
+
+    def _answer(self, output: list[int]) -> str:
+        """Text after the think block; a block that does not close leaves no answer, as in a run of the harness."""
+
+        def text(ids: list[int], skip: bool = True) -> str:
+            return str(self.tokenizer.decode(ids, skip_special_tokens=skip))
+
+        end = self.settings.think_end_token
+        if end is None:
+            return text(output)
+        _, closed, answer = text(output).partition(end)
+        if closed:
+            return answer.lstrip()
+        if end in text(output, skip=False):  # a special token, which the text above lacks
+            start = next(n for n in range(1, len(output) + 1) if end in text(output[:n], skip=False))
+            return text(output[start:]).lstrip()
+        return text(output) if self.settings.cell.model.thinking is False else ""
 
     def _check_chain(self, renderer: PromptRenderer) -> None:
         """A model that thinks reasons by itself, in one stage."""
@@ -338,7 +374,8 @@ class SparsePrefillLM(TemplateLM):
         """The first stage as any request, then the second, dense and in no budget."""
         first = self._generate(item)
         limit = min(item.limit, int(asked["max_gen_toks"]))
-        pick = Decoding(item.sampling, self.settings.seed).picker(first.prefills[0]["sha256"], "second stage")
+        decoding = Decoding(item.sampling, self.settings.seed)
+        pick = decoding.picker(first.prefills[0]["sha256"], *item.stream, "second stage")
 
         def answer(dense: Session, hidden: Tensor) -> Generated:
             return generate(
@@ -374,12 +411,12 @@ class SparsePrefillLM(TemplateLM):
         texts = [text for text in stop if text]
         window = max((len(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts), default=0) + 2
         end = self.settings.think_end_token
-        thinking = end is not None
+        thinking = end is not None and self.settings.cell.model.thinking is not False
 
         def ended(output: list[int]) -> bool:
             nonlocal thinking
             if thinking:
-                thinking = end not in self.tokenizer.decode(output)
+                thinking = str(end) not in self.tokenizer.decode(output)
                 return False
             tail = self.tokenizer.decode(output[-window:])
             return any(text in tail for text in texts)

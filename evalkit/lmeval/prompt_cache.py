@@ -1,7 +1,8 @@
-"""lm-eval's cache of built prompts (``--cache_requests``), keyed by the task's metadata too.
+"""lm-eval's cache of built prompts (``--cache_requests``), keyed by the task's metadata and documents too.
 
 Its own key is the task's name, number of examples and tokenizer; documents that are made of the metadata (a length, a
-number of samples) would be those of an earlier command.
+number of samples, a local file) would be those of an earlier command. Where a task makes its documents itself, what
+they hold is in the key: a data file that was edited, or another revision of a hub's set, is then another key.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .hook import before_evaluation
@@ -26,16 +27,23 @@ def key_by_metadata(model: Any, tasks: Mapping[str, Any]) -> None:
     for task in tasks.values():
         metadata = getattr(getattr(task, "config", None), "metadata", None)
         if metadata:
-            task.build_all_requests = functools.partial(_build, task.build_all_requests, digest(metadata))
+            task.build_all_requests = functools.partial(_build, task.build_all_requests, task, metadata)
 
 
-def digest(metadata: Mapping[str, Any]) -> str:
+def digest(metadata: Mapping[str, Any], documents: Iterable[Any] = ()) -> str:
     """What is added to the key."""
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    found = hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode())
+    for document in documents:
+        found.update(json.dumps(document, sort_keys=True, default=str).encode())
+    return found.hexdigest()[:16]
 
 
-def _build(build: Any, key: str, /, *args: Any, **kwargs: Any) -> None:
-    with _keyed(key):
+def _build(build: Any, task: Any, metadata: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> None:
+    if not kwargs.get("cache_requests"):
+        build(*args, **kwargs)
+        return
+    made_here = getattr(task.config, "custom_dataset", None) is not None
+    with _keyed(digest(metadata, task.eval_docs if made_here else ())):
         build(*args, **kwargs)
 
 

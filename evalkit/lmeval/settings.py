@@ -14,6 +14,7 @@ import yaml
 
 from ..config import Cell, ModelConfig, cell_from_config, methods_registry
 from ..errors import InputError, MissingAsset, near_matches
+from ..generation import THINK_CLOSE
 from ..task_settings import GenerationConfig
 
 MODEL = {"revision": "model.revision", "dtype": "model.dtype", "enable_thinking": "model.thinking"}
@@ -64,7 +65,8 @@ class Settings:
         cell: model, method and execution; its task is an :class:`AnyTask`.
         max_gen_toks: output tokens of a request that names no number.
         add_bos_token: whether a text gets special tokens of the tokenizer; None leaves it to the tokenizer.
-        think_end_token: text that ends a think block, which is cut off the answer; None keeps everything.
+        think_end_token: text that ends a think block, which is cut off the answer; a block that it does not end
+            leaves no answer, unless thinking is off. None keeps everything; a model told to think has ``</think>``.
         seed: seed of requests that sample.
     """
 
@@ -125,8 +127,32 @@ def settings(arguments: Mapping[str, Any]) -> Settings:
     seed = given.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError("seed", seed, "an integer of at least 0")
+    if end is None and cell.model.thinking:
+        end = THINK_CLOSE
+    if end is not None and (not isinstance(end, str) or not end):
+        raise InputError("think_end_token", end, "the text that ends a think block, such as </think>")
     limit = _integer("max_gen_toks", given.get("max_gen_toks", 256))
-    return Settings(cell, limit, bos, None if end is None else str(end), seed)
+    return Settings(cell, limit, bos, end, seed)
+
+
+def known_arguments() -> frozenset[str]:
+    """Names of all model arguments, the knobs of every method among them."""
+    registry = methods_registry()
+    knobs = {dotted for name in registry for dotted in _leaves(registry.get(name))}
+    flat = {dotted.rpartition(".")[2] for dotted in knobs}
+    return frozenset({*MODEL, *EXECUTION, *OTHERS, *FROM_LM_EVAL, *knobs, *flat, *(f"method.{name}" for name in knobs)})
+
+
+def counting_tokenizer(tokenizer: str | None, pretrained: str | None, revision: str | None) -> Any:
+    """The tokenizer that a task's documents are made for: ``tokenizer``, else the model's own at its revision.
+
+    Raises:
+        InputError: neither is given.
+    """
+    name = tokenizer or pretrained
+    if not isinstance(name, str) or not name:
+        raise InputError("metadata.tokenizer", name, "give it, or pretrained in the model arguments")
+    return named_tokenizer(name, revision if name == pretrained else None)
 
 
 def named_tokenizer(pretrained: str, revision: str | None = None) -> Any:

@@ -52,7 +52,7 @@ def _published(cell: CellResult, numbers: Published) -> float | None:
     place = place_of(cell)
     if place is None or place[0].data:
         return None
-    block, _, column = place
+    block, column = place
     model = MODELS.get(block.model, "")
     if block.benchmark == "ruler":
         whole = len({record["task"] for record in cell.records}) == RULER_TASKS

@@ -94,6 +94,7 @@ def test_show_config_runs_nothing(application, capsys):
 
 
 # -------------------------------------------------------------------------------------------------- what is refused
+TOKENS, THOUGHTS = ["task.generation.max_new_tokens=5000"], ["task.generation.thinking_tokens=200000"]
 REFUSED = {
     "unknown method": (["method=cossa", "task=perplexity"], "method=cossa: did you mean cosa"),
     "unknown task": (["method=cosa", "task=perplexty"], "task=perplexty: did you mean perplexity, "),
@@ -129,6 +130,14 @@ REFUSED = {
     "skip scale": ([*PPL, "method.skip_scale=.nan"], "method.skip_scale="),
     "stride of zero": ([*PPL, "method.stride=0"], "method.stride=0: "),
     "stride that is no integer": ([*PPL, "method.stride=8.5"], "method.stride=8.5: Value '8.5' of type 'float' could"),
+    "output beyond the length": (
+        ["method=dense", "task=longbench-v2", "task.length=1024", "task.truncate_at=300", *TOKENS, "--dry-run"],
+        "task.generation.max_new_tokens=5000: must be at most 1023: task.length=1024 also holds the prompt",
+    ),
+    "thinking beyond the length": (
+        ["method=dense", "task=longbench-v2", "model=qwen3-8b", "model.thinking=true", *THOUGHTS, "--dry-run"],
+        "task.generation.thinking_tokens=200000: must be at most 130943: task.length=131072 also holds the prompt",
+    ),
     "order": ([*PPL, "method.order=upward"], "method.order='upward': "),
     "block size": ([*PPL, "method.block_size=100"], "method.block_size=100: "),
     "page size": ([*PPL, "execution.page_size=48"], "execution.page_size=48: must be a power of two from 16 to 256"),
@@ -166,6 +175,15 @@ def test_one_bad_cell_stops_the_sweep_before_it_begins(application, capsys):
     assert lines[0].startswith("evalkit: cell 2/4 [method=cosa task=perplexity method.select.p=1.5]: method.select.p=")
     assert lines[1].startswith("evalkit: cell 4/4 ")
     assert lines[2] == "evalkit: nothing was run: 2 of 4 cells cannot run"
+
+
+def test_a_reason_that_cells_share_is_said_once(application, capsys):
+    assert application("-m", *PPL, "method.select.p=0.9,0.8", "method.stride=0,8") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(
+        "evalkit: cells 1, 3 of 4 [method=cosa task=perplexity method.stride=0]: method.stride=0"
+    )
+    assert lines[1:] == ["evalkit: nothing was run: 2 of 4 cells cannot run"]
 
 
 def test_a_preset_may_not_hold_values_outside_its_grids(application, capsys, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from evalkit.app import estimate
+from evalkit.benchmarks.longbench_v2.data import small_file
 from evalkit.config import cell_from_mapping
 from evalkit.report.paper.published import METHODS, MODELS, VARIANTS, read
 from evalkit.store import read_cells
@@ -79,6 +81,26 @@ def test_dry_run_lists_the_cells_and_runs_none(application, capsys, name):
     assert out[0] == f"{4 * modes} cells" and len(listed) == 4 * modes
     assert sum(" dense " in line for line in listed) == 2 * modes
     assert re.fullmatch(r"about \d+\.\d H200 hours of prefill .* up to \d+\.\d hours of decoding .*", out[-1])
+
+
+SHORT = ["model=smollm2", "task.length=2048", "task.generation.seed=0", "task.limit=3"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_composes_for_the_embedded_model(application, capsys, name):
+    """Whole, with no method replaced; what a preset lacks there is said, with what to do, and nothing runs."""
+    small = ["task.data=small", "task.truncate_at=512"] if re.search("table[23]", name) else []
+    code = application(f"sweep={name}", *SHORT, *small)
+    said = capsys.readouterr().err.splitlines()
+    if name == "paper_table2_qwen3":
+        assert code == 2 and application.cells == [] and len(said) == 2
+        assert said[0].startswith("evalkit: cells 6, 7, 8, 9, 10 of 10 [model=smollm2 ")
+        assert "model smollm2 has no thinking mode" in said[0] and "sweep=paper_table2_llama" in said[0]
+    elif name.endswith("llama"):
+        assert code == 2 and application.cells == []
+        assert all("evalkit calibrate" in line for line in said[:-1])
+    else:
+        assert code == 0 and len(application.cells) == (5 if "table1" in name else 6)
 
 
 def test_rows_that_need_a_calibration_say_how_to_make_it(application, capsys):
@@ -156,13 +178,30 @@ def test_hours_of_a_cell():
     assert decode == pytest.approx(503 * 128 * estimate.DECODE_SECONDS / 3600)
 
 
+def test_questions_of_a_local_file_are_counted(tmp_path):
+    lines = small_file().read_text().splitlines()[:6]
+    lengths = Counter(json.loads(line)["length"] for line in lines)
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    prefill, decode = estimate.hours(_longbench(data=str(path)))
+    short, long = estimate.TTFT[32768], estimate.prefill_seconds(120000)
+    assert prefill == pytest.approx((lengths["short"] * short + (6 - lengths["short"]) * long) / 3600)
+    assert decode == pytest.approx(6 * 128 * estimate.DECODE_SECONDS / 3600)
+    few = estimate.hours(_longbench(data=str(path), limit=2))[1]
+    assert few <= 3 * 128 * estimate.DECODE_SECONDS / 3600
+    assert estimate.hours(_longbench(data="small"))[1] == pytest.approx(36 * 128 * estimate.DECODE_SECONDS / 3600)
+    path.write_text("{}\n")  # the cell says what is wrong with it
+    estimate._counted.cache_clear()
+    assert estimate.hours(_longbench(data=str(path))) == estimate.hours(_longbench())
+
+
 def _perplexity():
     made = {"name": "perplexity", "length": 4096, "limit": 5}
     return cell_from_mapping({"model": _model(), "method": {"name": "dense"}, "task": made})
 
 
-def _longbench():
-    made = {"name": "longbench_v2", "mode": "direct", "length": 131072}
+def _longbench(**more):
+    made = {"name": "longbench_v2", "mode": "direct", "length": 131072, **more}
     return cell_from_mapping({"model": _model(), "method": {"name": "dense"}, "task": made})
 
 
@@ -201,8 +240,56 @@ def printed_commands(lines):
 FEW = ("model=smollm2", "task.generation.seed=0", "task.generation.max_new_tokens=4", "out=runs")
 # Three questions hold both difficulties, which the averages need.
 SMALL = ("task.data=small", "task.limit=3")
+ROWS = ["Dense", "MInf", "Flex", "XAttn", "CoSA", "CoSA-accurate"]
 TABLE3 = (0.35, 0.39, 0.24, 0.24)
 """Budgets of Table 3's calibrated rows for Llama: Base, + KAP, and + IKS in both orders."""
+
+
+def readme_commands():
+    """The commands of README's block for the paper's tables on the embedded model, without their first word."""
+    section = (ROOT / "README.md").read_text().partition("## The paper's tables")[2].partition("\n## ")[0]
+    (block,) = [part for part in section.split("```")[1::2] if "model=smollm2" in part]
+    return [shlex.split(line)[1:] for line in block.replace("\\\n", " ").strip().splitlines()]
+
+
+def test_readme_shows_a_run_of_each_kind():
+    found = [(words[0], *(word for word in words if word.startswith("sweep="))) for words in readme_commands()]
+    assert [kind for kind, *_ in found] == ["run", "calibrate", "run", "report"]
+    assert {sweep for _, *named in found for sweep in named} <= {f"sweep={name}" for name in PRESETS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_commands_of_the_readme_run_as_they_stand(tmp_path, evalkit):
+    *commands, report = readme_commands()
+    for command in commands:
+        evalkit(*command)
+    printed = evalkit(*report)
+    assert "Table 1: RULER, smollm2" in printed
+    cells = [cell for cell in read_cells([tmp_path / "results" / "runs" / "small"]) if cell.done]
+    assert len(cells) == 5 + 2  # two methods of the table for Llama are others than for Qwen3
+    table = printed.partition("Table 1: RULER")[2].partition("\nTable ")[0]
+    assert [line.split()[0] for line in table.splitlines() if " measured " in line] == ROWS[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["paper_tableB_qwen3", "paper_table2_llama", "paper_table3_qwen3"])
+def test_presets_run_whole_on_the_embedded_model(tmp_path, evalkit, name):
+    """Every method of the preset; the others are in README and below."""
+    ruler = ["task.tasks=[niah_single_1]", "task.limit=1"]
+    more = ruler if "tableB" in name else [*SMALL, "task.truncate_at=512"]
+    sweep = [f"sweep={name}", "task.length=1024", *more, *FEW]
+    if "llama" in name:
+        (command,) = printed_commands(evalkit("run", *sweep, code=2))
+        evalkit(*command, "calibrate.windows=1")
+    evalkit("run", *sweep)
+    cells = [cell for cell in read_cells([tmp_path / "runs"]) if cell.done]
+    assert len(cells) == (10 if "table2" in name else 6)
+    printed = evalkit("report", "runs", "--paper", "--published", str(ROOT / "results" / "paper"))
+    table = printed.partition(f"Table {name[len('paper_table')]}: ")[2].partition("\nTable ")[0]
+    rows = {"B": ROWS, "2": ROWS[:5], "3": ["Base", "+KAP", "+IKS", "+IKS", "+RMP"]}[name[len("paper_table")]]
+    assert [line.split()[0] for line in table.splitlines() if " measured " in line] == rows
 
 
 @pytest.mark.slow

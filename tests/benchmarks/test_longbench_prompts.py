@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -168,6 +169,12 @@ def test_a_prompt_that_does_not_fit_names_the_limit_that_would(tmp_path, rendere
         load(tight, renderer, tmp_path)
     fits = int(caught.value.allowed.split("at most ")[1].split(":")[0])
     assert max(prompt.tokens for prompt in load(replace(tight, truncate_at=fits - 4), renderer, tmp_path)) + 128 <= 2100
+    # Where no cut of the message would do, it is the length that is named.
+    full = replace(SETTINGS, length=2100, generation=GenerationConfig(max_new_tokens=2050))
+    with pytest.raises(InputError, match=r"task.length=2100: must be at least (\d+) even at .*=64") as caught:
+        load(full, renderer, tmp_path)
+    least = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    assert load(replace(full, length=least, truncate_at=64 - 4), renderer, tmp_path)
     thinking = replace(SETTINGS, generation=GenerationConfig(thinking_tokens=900))
     with pytest.raises(InputError, match="task.truncate_at"):
         load(thinking, renderer, tmp_path)

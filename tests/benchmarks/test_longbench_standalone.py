@@ -12,11 +12,13 @@ import small_tokenizers
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
+from evalkit.benchmarks import docs
 from evalkit.benchmarks.longbench_v2 import read_items
 from evalkit.benchmarks.longbench_v2.data import small_file
 from evalkit.benchmarks.longbench_v2.prompts import DIRECT, fill
 from evalkit.benchmarks.longbench_v2.tasks import dataset, mean_of_own
 from evalkit.errors import InputError
+from evalkit.lmeval import settings
 
 
 class Oracle(LM):
@@ -82,10 +84,75 @@ def test_only_the_self_made_set_is_labelled(metadata, tmp_path):
 def test_what_cannot_be_done_without_the_harness(metadata):
     with pytest.raises(InputError, match="model='Oracle': evalkit: longbench_v2_cot asks twice"):
         evaluate("longbench_v2_cot", metadata)
-    with pytest.raises(ValueError, match="tokenizer="):
+    with pytest.raises(InputError, match="tokenizer="):
         dataset(**{**metadata, "tokenizer": None})
-    with pytest.raises(InputError, match="task.limit"):
+    with pytest.raises(InputError, match="metadata.limit"):
         dataset(**{**metadata, "limit": 99})
+
+
+def test_the_models_arguments_do_not_choose_the_questions(metadata, monkeypatch):
+    """lm-eval puts them into the metadata: the model's seed and revision are not those of the data."""
+
+    def asked(**more):
+        return [doc["id"] for doc in dataset(**metadata, **more)["test"]]
+
+    assert asked(seed=1) == asked() == asked(data_seed=42) != asked(data_seed=1)
+    asked_of_the_hub = []
+
+    def load_dataset(name, split, revision):
+        asked_of_the_hub.append(revision)
+        return [json.loads(line) for line in small_file().read_text().splitlines()]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for more in ({"revision": "of-the-model"}, {"data_revision": "of-the-data"}):
+        dataset(**{**metadata, "data": "owner/set"}, **more)
+    assert asked_of_the_hub == [None, "of-the-data"]
+
+
+def test_the_models_own_tokenizer_is_that_of_its_revision(metadata, monkeypatch):
+    asked = []
+    monkeypatch.setattr(settings, "named_tokenizer", lambda *given: asked.append(given))
+    folder = metadata["tokenizer"]
+    for given in ({"tokenizer": folder}, {"pretrained": folder}, {"pretrained": "m", "tokenizer": folder}):
+        settings.counting_tokenizer(given.get("tokenizer"), given.get("pretrained"), "r")
+    assert asked == [(folder, None), (folder, "r"), (folder, None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("truncate_at", "300"),
+        ("truncate_at", 10),
+        ("truncate_at", True),
+        ("limit", "3"),
+        ("limit", 0),
+        ("data_seed", -1),
+        ("data_seed", 0.5),
+        ("data", 3),
+        ("data", "no/such/file.jsonl"),
+        ("data_revision", 1),
+        ("tokenizer", 5),
+    ],
+)
+def test_bad_metadata_is_named(metadata, name, value):
+    with pytest.raises(InputError) as stop:
+        dataset(**{**metadata, name: value})
+    assert (stop.value.field, stop.value.value) == (f"metadata.{name}", value)
+
+
+def test_rulers_metadata_is_checked_alike(metadata):
+    for name, value in (("length", "600"), ("samples", 0), ("data_seed", "1")):
+        with pytest.raises(InputError) as stop:
+            docs.dataset(ruler_task="vt", tokenizer=metadata["tokenizer"], **{name: value})
+        assert (stop.value.field, stop.value.value) == (f"metadata.{name}", value)
+
+
+def test_arguments_of_other_models_are_no_metadata_of_the_task(metadata):
+    """Those of lm-eval's own models are known; of a misspelt key the near ones are named."""
+    others = {"trust_remote_code": True, "truncation": False, "truncate": False, "max_length": 4, "attn": "x", "p": 0.5}
+    assert len(dataset(**metadata, **others)["test"]) == 9
+    with pytest.raises(InputError, match=r"metadata\.truncate_att=300: did you mean truncate_at"):
+        dataset(**metadata, truncate_att=300)
 
 
 def test_a_category_without_questions_is_not_a_number():

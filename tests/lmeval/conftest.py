@@ -65,6 +65,13 @@ def tasks(tmp_path_factory):
             "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False},
             "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         },
+        "toy_repeats": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{choices[0]}}",
+            "repeats": 4,
+            "generation_kwargs": {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 2.0},
+            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        },
         "toy_rolling": {
             "output_type": "loglikelihood_rolling",
             "doc_to_text": "",

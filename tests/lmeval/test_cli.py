@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lm_eval.tasks import TaskManager
 
+from evalkit.benchmarks.longbench_v2.data import small_file
 from evalkit.lmeval import TARGET, cli
 from evalkit.lmeval.cli import with_own_tasks
 
@@ -95,6 +96,45 @@ def test_cached_prompts_are_kept_apart_by_the_metadata(own_tasks_only, command, 
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "prompts").iterdir()}
     assert prompts("d", length=700, samples=1) == long
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "prompts").iterdir()} == before  # read, not built
+
+
+def test_cached_prompts_are_kept_apart_by_the_data(own_tasks_only, command, small_model, tmp_path, monkeypatch):
+    """A file that was edited under its name, and another revision of a hub's set, are other documents."""
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "prompts"))
+    wanted = ["--include_path", "evalkit", "--tasks", "longbench_v2_loglikelihood", "--log_samples", "--cache_requests"]
+    row = json.loads(small_file().read_text().splitlines()[0])
+    data = tmp_path / "own.jsonl"
+
+    def asked(out, question):
+        data.write_text(json.dumps({**row, "_id": "q0", "question": question}) + "\n")
+        metadata = json.dumps({"data": str(data), "truncate_at": 300})
+        given = ["--metadata", metadata, "--output_path", str(tmp_path / out)]
+        assert command("--model", "evalkit", "--model_args", f"pretrained={small_model}", *wanted, *given) == 0
+        ((sample,), prompts) = written(tmp_path / out)[1], list((tmp_path / "prompts").iterdir())
+        return sample["arguments"]["gen_args_0"]["arg_0"], len(prompts)
+
+    first, before = asked("a", "Which one?")
+    second, after = asked("b", "Which other?")
+    assert "Which one?" in first and "Which other?" in second and (before, after) == (1, 2)
+    assert asked("c", "Which one?") == (first, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "says"),
+    [
+        ("longbench_v2_direct", "truncate_att", "did you mean truncate_at"),
+        ("ruler_vt", "lenght", "did you mean length"),
+        ("ruler_vt", "max_seq_lengths", "known: chat, data_seed"),
+        ("longbench_v2_direct", "docments", "known: data, data_revision, data_seed, limit"),
+    ],
+)
+def test_unknown_metadata_is_refused(own_tasks_only, command, small_model, capsys, task, key, says):
+    model = ["--model", "evalkit", "--model_args", f"pretrained={small_model},method=cosa,p=0.5,seed=1"]
+    known = {"data": "small", "truncate_at": 200, "limit": 1} if "longbench" in task else {"length": 1000, "samples": 1}
+    wanted = ["--include_path", "evalkit", "--tasks", task, "--metadata", json.dumps({**known, key: 300})]
+    assert command(*model, *wanted) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith(f"evalkit-lm-eval: metadata.{key}=300: ") and says in last
 
 
 def test_bad_input_is_one_line(own_tasks_only, command, tasks, capsys):

@@ -164,6 +164,66 @@ def test_sampling_draws_by_seed_and_unknown_arguments_are_refused(made):
         assert stop.value.field == f"gen_kwargs.{field}"
 
 
+def test_every_repeat_of_a_document_is_a_draw_of_its_own(made, manager, tmp_path):
+    """Through lm-eval, with its response cache as without: the same four draws in every run."""
+
+    def ask(**more):
+        found = evaluate(made(**SPARSE), manager, ["toy_repeats"], **more)
+        return [[str(text) for text in sample["resps"][0]] for sample in found["samples"]["toy_repeats"]]
+
+    first = ask()
+    assert [len(set(texts)) for texts in first] == [4, 4, 4]
+    cached = {"use_cache": str(tmp_path / "cache")}
+    assert ask() == ask(**cached) == ask(**cached) == first
+
+
+def test_a_draw_depends_on_its_document_and_its_turn_not_on_what_else_is_asked(made):
+    asked = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 3.0}
+    a, b = (Instance("generate_until", {}, ("A b c", asked), 0, ("t", doc_id, 3)) for doc_id in (0, 1))
+    lm = made()
+
+    def ask(*requests):
+        return [str(text) for text in lm.generate_until(list(requests), disable_tqdm=True)]
+
+    together = ask(a, a, a, b, b, b)
+    assert len(set(together)) == 6
+    mixed = ask(b, a, b, a, a, b)
+    assert [mixed[i] for i in (1, 3, 4, 0, 2, 5)] == together and ask(a) == together[:1]
+
+
+def test_sampling_that_the_response_cache_takes_for_greedy_is_refused(made, tmp_path):
+    request = Instance("generate_until", {}, ("A b c", {"until": [], "temperature": 3.0, "max_gen_toks": 4}), 0)
+    lm = made()
+    assert lm.generate_until([request], disable_tqdm=True)
+    with pytest.raises(InputError, match="every repeat") as stop:
+        lm_eval.api.model.CachingLM(lm, str(tmp_path / "responses.db")).generate_until([request])
+    assert stop.value.field == "gen_kwargs.do_sample"
+
+
+ANSWER = "The correct answer is (A)"
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments", "answer"),
+    [
+        (f"So. {ANSWER}", {"enable_thinking": True}, ""),  # never closed: no answer, whatever was thought
+        (f"No.</think>\n{ANSWER}", {"enable_thinking": True}, ANSWER),
+        (f"No.</think>{ANSWER}</think>x", {"enable_thinking": True}, f"{ANSWER}x"),  # the first one ends it
+        (f"So. {ANSWER}", {"think_end_token": "</think>"}, ""),
+        (f"No. STOP {ANSWER} STOP", {"enable_thinking": True, "think_end_token": "STOP"}, f"{ANSWER} STOP"),
+        (ANSWER, {"enable_thinking": False, "think_end_token": "</think>"}, ANSWER),
+        (ANSWER, {"enable_thinking": False}, ANSWER),
+    ],
+)
+def test_a_think_block_is_judged_as_in_a_run_of_the_harness(made, monkeypatch, said, arguments, answer):
+    lm = made(**arguments)
+    tokens = iter([*lm.tok_encode(said), lm.eot_token_id])
+    monkeypatch.setattr("evalkit.lmeval.model.Decoding.picker", lambda self, *sample: lambda logits: next(tokens))
+    request = Instance("generate_until", {}, ("A b c", {"until": [], "max_gen_toks": 200}), 0, ("t", 0, 1))
+    (found,) = lm.generate_until([request], disable_tqdm=True)
+    assert found == answer
+
+
 def test_think_block_is_cut_and_its_stop_texts_do_not_count(made):
     lm = made(think_end_token="</think>")
     stop = lm._stops(["\n"])

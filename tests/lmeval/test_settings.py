@@ -40,6 +40,12 @@ def test_defaults():
     assert found.cell.execution.device == "auto"
 
 
+def test_a_model_that_is_told_to_think_has_an_end_of_it():
+    for thinking, given, end in ((True, None, "</think>"), (True, "STOP", "STOP"), (False, None, None)):
+        asked = {"pretrained": "qwen3-8b", "enable_thinking": thinking, "think_end_token": given}
+        assert settings(asked).think_end_token == end
+
+
 def test_execution_and_model_arguments():
     found = settings(
         {**SMALL, "dtype": "float16", "backend": "torch", "page_size": 128, "chunk_size": 256, "device": "cpu"}
@@ -87,6 +93,7 @@ def test_a_local_directory_is_as_long_as_its_config_says(small_model):
         ({"max_gen_toks": "many"}, "max_gen_toks", "integer"),
         ({"add_bos_token": "yes"}, "add_bos_token", "true or false"),
         ({"seed": -1}, "seed", "at least 0"),
+        ({"think_end_token": 151668}, "think_end_token", "</think>"),
         ({"pretrained": None}, "pretrained", "local directory"),
     ],
 )

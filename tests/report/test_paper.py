@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -33,12 +34,12 @@ class Cells:
     def __init__(self, out: Path) -> None:
         self.out = out
 
-    def ruler(self, preset, scores, length=4096, *, share=0.3, model="qwen3-8b", extra=(), seed=None):
+    def ruler(self, preset, scores, length=4096, *, share=0.3, model="qwen3-8b", extra=(), seed=None, p=0.95):
         kind = "dense" if preset == "dense" else preset.partition("-")[0]
         limit = len(next(iter(scores.values())))
         knobs = {} if kind == "dense" else {"skip_scale": SKIP.get(preset, 8.0)}
         made = synthetic.config(
-            kind, task="ruler", length=length, limit=limit, tasks=tuple(scores), model=model, **knobs
+            kind, task="ruler", length=length, limit=limit, tasks=tuple(scores), model=model, p=p, **knobs
         )
         if seed is not None:
             made["task"]["generation"] = {"sampling": "recommended", "seed": seed}
@@ -232,6 +233,56 @@ def test_what_differs_from_the_papers_setting_is_said(cells, published):
     assert "CoSA: greedy, 1 run; method.select.p=0.9, 1 of 13 tasks." in sheet(found, "1").remarks
 
 
+def test_the_preset_at_its_own_values_stands_before_one_with_changed_settings(cells, published):
+    """However many cells the other has; and the other is told of."""
+    for length in (4096, 8192, 16384):
+        cells.ruler("dense", {"vt": [1.0, 0.0]}, length)
+        cells.ruler("cosa-qwen3-8b", {"vt": [0.0, 0.0]}, length, p=0.9, extra=("method.select.p=0.9",))
+    cells.ruler("cosa-qwen3-8b", {"vt": [1.0, 0.0]}, 4096, extra=("method.select.p=0.95",))  # the preset's own p
+    found, pairs = cells.tables(published)
+    mine = {column: pair(pairs, method="CoSA", column=column).measured for column in ("4096", "8192")}
+    assert mine["4096"].estimate.value == 50 and mine["4096"].differs == () and mine["8192"] is None
+    notes = measure(load([cells.out]).cells).notes
+    assert len(notes) == 3
+    assert all(line.startswith("in no table") and line.endswith("(CoSA shows cosa-qwen3-8b)") for line in notes)
+
+
+def test_a_row_with_changed_settings_is_marked_in_every_form(cells, tmp_path, capsys):
+    cells.ruler("dense", {"vt": [1.0, 0.0]})
+    cells.ruler("cosa-qwen3-8b", {"vt": [1.0, 0.0]}, p=0.9, extra=("method.select.p=0.9",))
+    cells.ruler("xattention", {"vt": [1.0, 0.0]})
+    out = tmp_path / "report"
+    assert cli.main(["report", str(cells.out), "--paper", "--published", str(PAPER), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "CoSA: greedy, 1 run; method.select.p=0.9, 1 of 13 tasks." in printed
+    for text, mark in (
+        (printed, "measured †"),
+        ((out / "paper.md").read_text(), "measured †"),
+        ((out / "paper.tex").read_text(), r"measured$^\dagger$"),
+    ):
+        assert text.count(mark) == 2  # Tables 1 and B
+    assert "% CoSA: greedy, 1 run; method.select.p=0.9" in (out / "paper.tex").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "other"),
+    [
+        ("llama-3.1-8b-instruct", "cosa-llama-3.1-8b", "cosa-qwen3-8b"),
+        ("qwen3-8b", "cosa-qwen3-8b", "cosa-llama-3.1-8b"),
+    ],
+)
+def test_a_preset_for_another_model_stands_beside_no_printed_number(cells, published, model, own, other):
+    cells.ruler("dense", {"vt": [1.0, 0.0]}, model=model)
+    cells.ruler(other, {"vt": [0.0, 0.0]}, model=model)
+    found, pairs = cells.tables(published)
+    assert pair(pairs, method="CoSA", column="4096").measured is None
+    (note,) = measure(load([cells.out]).cells).notes
+    assert re.fullmatch(rf"in no table of the paper: .* \(preset {re.escape(other)} is for .*\)", note)
+    cells.ruler(own, {"vt": [1.0, 0.0]}, model=model, p=0.5)
+    found, pairs = cells.tables(published)
+    assert pair(pairs, method="CoSA", column="4096").measured.estimate.value == 50
+
+
 def test_seeds_are_runs_of_one_number_and_the_larger_of_two_candidates_is_shown(cells, published):
     for seed, score in ((0, 1.0), (1, 0.0), (2, 0.0), (3, 0.0)):
         cells.ruler("dense", {"vt": [1.0, 1.0]}, seed=seed)
@@ -239,7 +290,7 @@ def test_seeds_are_runs_of_one_number_and_the_larger_of_two_candidates_is_shown(
     cells.ruler("dense", {"vt": [1.0]})
     cells.ruler("cosa-qwen3-8b", {"vt": [0.0]})
     measured = measure(load([cells.out]).cells)
-    mine = measured.tables[Block("ruler", "qwen3-8b")]["cosa-qwen3-8b"][4096]
+    mine = measured.tables[Block("ruler", "qwen3-8b")]["CoSA"][4096]
     assert mine.runs == 4 and mine.decoding == "sampled"
     assert mine.estimate.value == pytest.approx(62.5) and mine.estimate.n == 2
     assert len([note for note in measured.notes if "another run of the same place" in note]) == 2
@@ -317,7 +368,7 @@ def test_the_two_stage_mode_is_with_cot_and_log_likelihoods_are_in_no_table(cell
         cells.longbench("dense", [1, 0], [1], mode=mode)
     measured = measure(load([cells.out]).cells)
     (table,) = measured.tables.values()
-    assert set(table["dense"]) == {"cot_easy", "cot_hard"}
+    assert set(table["Dense"]) == {"cot_easy", "cot_hard"}
     assert len(measured.notes) == 1 and measured.notes[0].startswith("in no table of the paper")
 
 
@@ -394,6 +445,32 @@ def test_table_3_shows_differences_to_base_and_the_gain_against_the_better_fixed
     assert three.rows[0][1].text == "x" and [cell.text for cell in three.rows[3][1:6]] == ["", "x", "x", "", ""]
 
 
+def test_differences_to_base_are_left_out_where_its_settings_are_others(cells, published):
+    """In the tables as in the CSV file, with the reason."""
+    cells.longbench("dense", [1, 1, 0, 0], [1, 0])
+    cells.longbench("cosa-base", [1, 0, 0, 0], [0, 1], share=0.22)
+    cells.longbench("cosa-kap", [1, 1, 0, 0], [0, 1], share=0.2)
+    for preset in ("dense", "cosa-iks", "cosa-qwen3-8b"):
+        cells.longbench(preset, [1, 1, 0, 0], [0, 1], share=0.16, truncate_at=4096)
+    found, pairs = cells.tables(published)
+    three = sheet(found, "3")
+    rows = {(name, kind): [cell.text for cell in row] for name, kind, row in lines(three)}
+    for name, like in (("+KAP", True), ("+IKS", False), ("+RMP", False)):
+        assert (pair(pairs, table="3", method=name).to_base is not None) == like
+        assert all(("(" in text) == like for text in rows[name, "measured"])
+        remark = [line for line in three.remarks if line.startswith(f"{name}: no paired difference to Base")]
+        assert len(remark) == (not like) and all("other task.truncate_at" in line for line in remark)
+
+
+def test_no_gain_of_remapping_is_quoted_between_other_settings(cells, published):
+    for truncate_at, preset in ((120000, "cosa-iks"), (4096, "cosa-qwen3-8b")):
+        cells.longbench("dense", [1, 1], [1, 0], truncate_at=truncate_at)
+        cells.longbench(preset, [1, 0], [1, 0], truncate_at=truncate_at)
+    found, _ = cells.tables(published)
+    (line,) = [line for line in sheet(found, "3").remarks if "gain of remapping" in line]
+    assert line.startswith("No gain of remapping is quoted: +IKS, the better fixed order, has other task.truncate_at")
+
+
 # -------------------------------------------------------------------------------------------------------------- files
 def test_files_and_command(cells, tmp_path, capsys):
     ruler(cells)
@@ -412,6 +489,21 @@ def test_files_and_command(cells, tmp_path, capsys):
     assert float(row["B_difference"]) == pytest.approx(float(row["measured_B_block"]) - 36)
     assert row["intervals_overlap"] == "False" and float(row["to_dense"]) < 0 and row["runs"] == "1"
     assert {r["published_runs"] for r in rows if r["table"] == "2" and r["method"] == "CoSA"} == {"4"}
+
+
+def test_cells_of_no_row_are_told_of(cells, published):
+    """A bare method, and an ablation's variant on RULER or with a chain of thought."""
+    longbench(cells)
+    cells.longbench("cosa", [1, 0, 0, 0], [1, 0])
+    cells.longbench("cosa-base", [1, 0, 0, 0], [1, 0], thinking=True)
+    cells.ruler("dense", {"vt": [1.0]})
+    cells.ruler("cosa-kap", {"vt": [1.0]})
+    notes = measure(load([cells.out]).cells).notes
+    assert sorted(re.search(r"method=(\S+) is the preset of none of its rows", note)[1] for note in notes) == [
+        "cosa",
+        "cosa-base",
+        "cosa-kap",
+    ]
 
 
 def test_what_cannot_be_reported_is_refused(cells, tmp_path, console):

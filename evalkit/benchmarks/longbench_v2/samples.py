@@ -18,7 +18,7 @@ from typing import Any, overload
 from ...assets import cache_dir
 from ...errors import InputError, StoreError
 from ...prompts import PromptRenderer
-from ...task_settings import LongBenchV2Config
+from ...task_settings import LEAST_TRUNCATE_AT, LongBenchV2Config
 from .data import Item, read_items, source_kind
 from .prompts import ANSWER_PREFIX, ANSWER_TOKENS, REASONING_TOKENS, TEMPLATES, cut_middle, fill
 
@@ -169,6 +169,13 @@ def _check_fits(item: Item, prompt: Prompt, config: LongBenchV2Config) -> None:
     output = answer_limits(config)[0] + (config.generation.thinking_tokens or 0)
     if prompt.tokens + output > config.length:
         fits = min(prompt.message_tokens, config.truncate_at) - (prompt.tokens + output - config.length)
+        if fits < LEAST_TRUNCATE_AT:  # no cut of the message makes room
+            least = config.length - fits + LEAST_TRUNCATE_AT
+            allowed = (
+                f"must be at least {least} even at task.truncate_at={LEAST_TRUNCATE_AT}: the output may have {output} "
+                f"tokens, and the prompt of {item.id} stands before it"
+            )
+            raise InputError("task.length", config.length, allowed)
         allowed = (
             f"must be at most {fits}: the prompt of {item.id} has {prompt.tokens} tokens, the output may have "
             f"{output}, and task.length is {config.length}"

@@ -2,7 +2,7 @@
 
 Under ``evalkit run`` a document names a prepared prompt. Under lm-eval's own command line, with any model (the ``cot``
 mode with ours alone, see :mod:`.two_stage`), the documents are made here, out of the task's metadata (``data``,
-``truncate_at``, ``limit``, ``tokenizer`` or the model's ``pretrained``).
+``data_revision``, ``truncate_at``, ``limit``, ``data_seed``, ``tokenizer`` or the model's ``pretrained``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from ...task_settings import LONGBENCH_HUB, LongBenchV2Config
+from ...errors import InputError
+from ...lmeval.metadata import integer, keys_of, takes, text
+from ...task_settings import LEAST_TRUNCATE_AT, LONGBENCH_HUB, LongBenchV2Config
 from . import two_stage
 from .data import DIFFICULTIES, LENGTHS, LETTERS, read_items, source_kind
 from .prompts import TEMPLATES, cut_middle, extract_answer, fill
@@ -40,46 +42,59 @@ def light_docs(prompts: PromptSet) -> list[dict[str, Any]]:
     ]
 
 
-def dataset(
+def documents(
+    *,
     mode: str = "direct",
-    docs: Sequence[Mapping[str, Any]] | None = None,
     data: str = LONGBENCH_HUB,
-    revision: str | None = None,
+    data_revision: str | None = None,
     truncate_at: int = 120000,
     limit: int | None = None,
-    seed: int = 42,
+    data_seed: int = 42,
     tokenizer: str | None = None,
     pretrained: str | None = None,
+    revision: str | None = None,
     **_: Any,
-) -> dict[str, Dataset]:
-    """The documents of one task, for lm-eval's ``custom_dataset``.
+) -> list[dict[str, Any]]:
+    """Documents of one task.
 
     Args:
         mode: the YAML's mode.
-        docs: what :func:`light_docs` made; all else is for runs without prepared prompts.
-        data, revision, truncate_at, limit, seed: as in :class:`~evalkit.task_settings.LongBenchV2Config`.
-        tokenizer, pretrained: where the tokenizer comes from that counts tokens.
+        data, truncate_at, limit: as in :class:`~evalkit.task_settings.LongBenchV2Config`.
+        data_revision, data_seed: its ``revision`` and ``seed``, which among the model arguments are the model's.
+        tokenizer, pretrained, revision: where the tokenizer comes from that counts tokens; ``tokenizer`` wins.
+        _: everything else that is in the metadata.
 
     Raises:
-        InputError: a value that cannot be used.
-        ValueError: no tokenizer.
+        InputError: a value that cannot be used, or no tokenizer.
     """
-    if docs is not None:
-        return {"test": Dataset.from_list([dict(doc) for doc in docs])}
-    name = tokenizer or pretrained
-    if name is None:
-        raise ValueError("longbench_v2: give metadata tokenizer=<directory or hub id>; it counts the tokens")
+    text("data", data)
+    integer("truncate_at", truncate_at, least=LEAST_TRUNCATE_AT)
+    integer("data_seed", data_seed, least=0)
+    if limit is not None:
+        integer("limit", limit)
+    if data_revision is not None:
+        text("data_revision", data_revision)
     config = LongBenchV2Config(
-        mode=mode, data=data, revision=revision, length=2 * truncate_at, truncate_at=truncate_at, limit=limit, seed=seed
+        mode=mode,
+        data=data,
+        revision=data_revision,
+        length=truncate_at + 256,
+        truncate_at=truncate_at,
+        limit=limit,
+        seed=data_seed,
     )
-    config.validate()
-    from ...lmeval.settings import named_tokenizer
+    try:
+        config.validate()
+        items = read_items(data, data_revision)
+        chosen = choose(items, config)
+    except InputError as error:
+        raise InputError(error.field.replace("task.", "metadata.", 1), error.value, error.allowed) from None
+    from ...lmeval.settings import counting_tokenizer
 
-    counter = named_tokenizer(name)
-    rows = []
-    items = read_items(data, revision)
+    counter = counting_tokenizer(tokenizer, pretrained, revision)
     self_made = source_kind(items) == "self-made"
-    for item in choose(items, config):
+    rows = []
+    for item in chosen:
         cut = cut_middle(fill(TEMPLATES[mode], item), truncate_at, counter)
         rows.append(
             {
@@ -94,7 +109,20 @@ def dataset(
                 **(two_stage.fields_of(item) if mode == "cot" else {}),
             }
         )
-    return {"test": Dataset.from_list(rows)}
+    return rows
+
+
+@takes(keys_of(documents))
+def dataset(docs: Sequence[Mapping[str, Any]] | None = None, **metadata: Any) -> dict[str, Dataset]:
+    """The documents of one task, for lm-eval's ``custom_dataset``.
+
+    Args:
+        docs: what :func:`light_docs` made; None where lm-eval's own command line runs the task, which then makes its
+            documents of the metadata, see :func:`documents`.
+        metadata: the rest.
+    """
+    made = documents(**metadata) if docs is None else [dict(doc) for doc in docs]
+    return {"test": Dataset.from_list(made)}
 
 
 def doc_to_text(doc: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from ...errors import InputError, near_matches
 from ..load import load
 from ..provenance import provenance
-from .layout import APART, OVERLAP, Cell, Pair, Sheet, sheets, signed
+from .layout import APART, CHANGED, OVERLAP, Cell, Pair, Sheet, sheets, signed
 from .measured import measure
 from .published import read, usual_folder
 
@@ -34,7 +34,9 @@ EXPLANATION = (
     "it, of its 192 easy and 311 hard questions on LongBench-v2, and of as many samples as measured on RULER, where it "
     "does not tell its number. Over lengths accuracy is the plain mean and B is weighted by length; on LongBench-v2 "
     "easy and hard weigh by their numbers of questions, then the two modes weigh the same. Runs of several seeds are "
-    "averaged by question."
+    "averaged by question. A row shows the preset of its model at the preset's values; one with changed settings "
+    f"stands there only where that was not run, and is marked {CHANGED}; one for another of the paper's models never "
+    "does."
 )
 
 
@@ -77,13 +79,14 @@ def write_paper(
     notes = [*loaded.notes, *measured.notes]
     console = console or Console(highlight=False, soft_wrap=True)
     for sheet in found:
-        console.print(Text(f"{sheet.title}\n{_grid(sheet, 'simple', _terminal)}\n"), soft_wrap=True)
+        body = [sheet.title, _grid(sheet, "simple", _terminal), *sheet.remarks]
+        console.print(Text("\n".join(body) + "\n"), soft_wrap=True)
     for note in notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
     makers: dict[str, Callable[[], str]] = {
         "markdown": lambda: _markdown(found, pairs, notes, provenance(loaded.cells)),
         "csv": lambda: _csv(pairs),
-        "latex": lambda: "\n".join(f"% {sheet.title}\n{_grid(sheet, 'latex_raw', _latex)}" for sheet in found) + "\n",
+        "latex": lambda: "\n".join(_tex(sheet) for sheet in found) + "\n",
     }
     target = Path(out) if out is not None else given[0]
     paths = {}
@@ -109,16 +112,23 @@ def _formats(names: Sequence[str]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------- formats
 def _terminal(cell: Cell) -> str:
-    return cell.text + {0: "", 1: "*", 2: "'"}[cell.rank]
+    return cell.text + {0: "", 1: "*", 2: "'"}[cell.rank] + (f" {cell.mark}" if cell.mark else "")
 
 
 def _md(cell: Cell) -> str:
-    return {0: "{}", 1: "**{}**", 2: "<u>{}</u>"}[cell.rank].format(cell.text.replace("|", "\\|"))
+    text = {0: "{}", 1: "**{}**", 2: "<u>{}</u>"}[cell.rank].format(cell.text.replace("|", "\\|"))
+    return f"{text} {cell.mark}" if cell.mark else text
 
 
 def _latex(cell: Cell) -> str:
     text = cell.text.replace("%", r"\%").replace("_", r"\_").replace(OVERLAP, r"$\sim$")
-    return {0: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}[cell.rank].format(text)
+    mark = {"": "", CHANGED: r"$^\dagger$"}[cell.mark]
+    return {0: "{}", 1: r"\textbf{{{}}}", 2: r"\underline{{{}}}"}[cell.rank].format(text) + mark
+
+
+def _tex(sheet: Sheet) -> str:
+    remarks = [f"% {line}" for line in sheet.remarks]
+    return "\n".join([f"% {sheet.title}", *remarks, _grid(sheet, "latex_raw", _latex)])
 
 
 def _grid(sheet: Sheet, style: str, text: Callable[[Cell], str]) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..names import unique
 from ..stats import LEVEL, Estimate, holm_adjusted, two_sided_p, wilson
 from .measured import QUESTIONS, Block, Measure, Measured, Table, over_difficulties, over_lengths
-from .published import LONG, METHODS, MODELS, VARIANTS, Number, Published, fitting_runs
+from .published import LONG, METHODS, VARIANTS, Number, Published, fitting_runs
 
 PUBLISHED, MEASURED, DIFFERENCE = "published", "measured", "difference"
 DENSE, BASE = "Dense", "Base"
 OVERLAP, APART = "~", "!"
 """After a difference: the intervals of both numbers overlap, or not."""
+CHANGED = "†"
+"""After "measured": settings were changed of the preset that the row was made with."""
 HEADERS = {
     "no_cot_easy": "w/o CoT Easy",
     "no_cot_hard": "w/o CoT Hard",
@@ -38,11 +40,13 @@ class Cell:
         text: what it shows.
         value: the number that is ranked; None where it is not.
         rank: 1 for the best of its column, 2 for the second best, 0 for all others.
+        mark: shown behind the text.
     """
 
     text: str = "-"
     value: float | None = None
     rank: int = 0
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def sheets(measured: Measured, published: Published) -> tuple[list[Sheet], list[
     found: list[Sheet] = []
     pairs: list[Pair] = []
     for block, table in sorted(measured.tables.items(), key=lambda item: (item[0].benchmark != "ruler", item[0].title)):
-        model = "" if block.data else MODELS.get(block.model, "")
+        model = "" if block.data else block.paper
         makers: list[Maker] = [_ruler] if block.benchmark == "ruler" else [_longbench, _ablation]
         for maker in makers:
             made, behind = maker(block, model, table, published)
@@ -137,15 +141,10 @@ def sheets(measured: Measured, published: Published) -> tuple[list[Sheet], list[
     return found, pairs
 
 
-def _pick(table: Table, presets: Sequence[str]) -> dict[int | str, Measure]:
-    """The row of the first preset that was measured."""
-    return next((table[name] for name in presets if name in table), {})
-
-
 # ------------------------------------------------------------------------------------------------- Tables 1 and B
 def _ruler(block: Block, model: str, table: Table, published: Published) -> tuple[list[Sheet], list[Pair]]:
     printed = published.ruler.get(model, {})
-    ours = {name: _pick(table, presets) for name, presets in METHODS.items()}
+    ours = {name: table.get(name, {}) for name in METHODS}
     lengths = sorted(
         {int(n) for row in ours.values() for n in row} | {int(n) for n in printed.get(DENSE, {}) if n != "avg"}
     )
@@ -188,7 +187,7 @@ def _length(tokens: int) -> str:
 # -------------------------------------------------------------------------------------------------------- Table 2
 def _longbench(block: Block, model: str, table: Table, published: Published) -> tuple[list[Sheet], list[Pair]]:
     printed = published.longbench.get(model, {})
-    ours = {name: _pick(table, presets) for name, presets in METHODS.items() if name != "CoSA-accurate"}
+    ours = {name: table.get(name, {}) for name in METHODS if name != "CoSA-accurate"}
     if not any(ours.values()):
         return [], []
     pairs: dict[str, dict[str, Pair]] = {}
@@ -230,10 +229,10 @@ def _questions(column: str) -> int:
 def _ablation(block: Block, model: str, table: Table, published: Published) -> tuple[list[Sheet], list[Pair]]:
     printed = published.ablation.get(model, {})
     columns = ("no_cot_easy", "no_cot_hard")
-    ours = {name: over_difficulties(_pick(table, presets), columns) for name, presets in VARIANTS.items()}
+    ours = {name: over_difficulties(table.get(name, {}), columns) for name in VARIANTS}
     if ours[BASE] is None and all(ours[name] is None for name in ("+KAP", "+IKS", "+IKS descending")):
         return [], []
-    dense = over_difficulties(_pick(table, METHODS[DENSE]), columns)
+    dense = over_difficulties(table.get(DENSE, {}), columns)
     pairs: dict[str, dict[str, Pair]] = {}
     for name, mine in ours.items():
         if mine is not None or name in printed:
@@ -250,7 +249,7 @@ def _ablation(block: Block, model: str, table: Table, published: Published) -> t
             texts = _ablation_texts(kind, pair, base)
             if texts is not None and texts[0].text != "-":
                 first = [name, *COMPONENTS[name]] if not _same(sheet, name) else [""] * 6
-                sheet.rows.append([*(Cell(text) for text in first), Cell(kind), *texts])
+                sheet.rows.append([*(Cell(text) for text in first), _kind(kind, [pair]), *texts])
     _rank(sheet.rows, kind_at=6, columns={7: True, 8: False})
     sheet.remarks.extend([*_gain_of_remapping(ours), *_winners(pairs, {"avg": "Avg."})])
     return [sheet], [pair for row in pairs.values() for pair in row.values()]
@@ -273,7 +272,7 @@ def _ablation_texts(kind: str, pair: Pair, base: Pair | None) -> tuple[Cell, Cel
         if pair.measured is None:
             return None
         accuracy, spent = pair.measured.estimate.value, pair.measured.B_block
-        mine = None if base is None else base.measured
+        mine = None if base is None or pair.to_base is None else base.measured  # of other settings: no difference
         against = None if mine is None else (accuracy - mine.estimate.value, spent - mine.B_block)
     shown = against is not None and pair.method != BASE
     digits = 0 if kind == PUBLISHED else 1
@@ -291,6 +290,9 @@ def _gain_of_remapping(ours: Mapping[str, Measure | None]) -> list[str]:
         return []
     better = max(fixed, key=lambda name: (fixed[name].estimate.value, -fixed[name].B_block))
     gain = remapped.minus(fixed[better])
+    if gain is None:
+        why = remapped.unlike(fixed[better])
+        return [f"No gain of remapping is quoted: {better}, the better fixed order, has {why}."]
     spent = remapped.B_block - fixed[better].B_block
     both = "" if len(fixed) == 2 else ", the only fixed order measured"
     return [f"Measured gain of remapping against {better}{both}: {signed(gain)} points, budget {spent:+.1f} points."]
@@ -331,10 +333,15 @@ def _lines(
             if interleave:
                 order = [both for c in columns for both in ((accuracies[c], True), (spent[c], False))]
             higher = {i + 2: up for i, (_, up) in enumerate(order)}
-            rows.append([Cell(first), Cell(kind), *(cell for cell, _ in order)])
+            rows.append([Cell(first), _kind(kind, row.values()), *(cell for cell, _ in order)])
             first = ""
     _rank(rows, kind_at=1, columns=higher)
     return rows
+
+
+def _kind(kind: str, pairs: Iterable[Pair]) -> Cell:
+    changed = kind == MEASURED and any(pair.measured is not None and pair.measured.differs for pair in pairs)
+    return Cell(kind, mark=CHANGED if changed else "")
 
 
 def _accuracy(kind: str, pair: Pair) -> Cell:
@@ -437,16 +444,18 @@ def _remarks(pairs: Mapping[str, Mapping[str, Pair]]) -> list[str]:
 
 
 def _unpaired(pairs: Mapping[str, Mapping[str, Pair]]) -> list[str]:
-    """Where a measured number has no paired difference to the measured dense one, and why."""
-    columns: dict[tuple[str, str], list[str]] = {}
+    """Where a measured number has no paired difference to the measured dense one, or to Base, and why."""
+    columns: dict[tuple[str, str, str], list[str]] = {}
     for name, row in pairs.items():
         for column, pair in row.items():
-            dense = pairs[DENSE][column].measured if DENSE in pairs and column in pairs[DENSE] else None
-            if pair.measured is not None and dense is not None and pair.to_dense is None and name != DENSE:
-                columns.setdefault((name, pair.measured.unlike(dense)), []).append(HEADERS.get(column, column))
+            for reference, difference in ((DENSE, pair.to_dense), (BASE, pair.to_base)):
+                other = pairs[reference][column].measured if column in pairs.get(reference, {}) else None
+                if pair.measured is not None and other is not None and difference is None and name != reference:
+                    why = pair.measured.unlike(other)
+                    columns.setdefault((name, reference, why), []).append(HEADERS.get(column, column))
     return [
-        f"{name}: no paired difference to Dense at {', '.join(found)}, which has {why}."
-        for (name, why), found in columns.items()
+        f"{name}: no paired difference to {reference} at {', '.join(found)}, which has {why}."
+        for (name, reference, why), found in columns.items()
     ]
 
 

@@ -13,8 +13,10 @@ from .. import averages, longbench, stats
 from ..names import model_label, unique
 from ..rows import PERCENT, budget
 from ..stats import Estimate
-from .published import LONG
+from .published import LONG, METHODS, MODELS, VARIANTS
+from .rows import ROWS, Standing, Variant, choose, standing, variant, why_not
 
+NOWHERE = "in no table of the paper"
 RULER_TASKS = 13
 LONGBENCH_PRESET = {"length": 131072, "truncate_at": 120000}
 """Settings of Table 2's presets (conf/task/longbench-v2.yaml) that decide which text a model sees."""
@@ -38,6 +40,11 @@ class Block:
     data: str = ""
 
     @property
+    def paper(self) -> str:
+        """The paper's name of the model; empty for a model that it has not."""
+        return MODELS.get(self.model, "")
+
+    @property
     def title(self) -> str:
         """For headings."""
         return f"{self.model}, {self.data}" if self.data else self.model
@@ -55,6 +62,7 @@ class Measure:
         runs: seeds that were averaged.
         decoding: ``greedy`` or ``sampled``.
         notes: how it differs from the printed setting.
+        differs: of them, what was changed of the preset that the row was made with.
         setting: all that a cell shares with its dense twin but the seed of its sampling, by dotted name.
     """
 
@@ -67,6 +75,7 @@ class Measure:
     decoding: str = "greedy"
     notes: tuple[str, ...] = ()
     setting: Mapping[str, str] = field(default_factory=dict, repr=False)
+    differs: tuple[str, ...] = ()
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -99,10 +108,11 @@ class Measure:
         return [(weight, [self.scores[key] for key in keys]) for weight, keys in self._keys()]
 
 
-Place = tuple[Block, str, int | str]
-"""Block, method preset and column."""
-Table = dict[str, dict[int | str, Measure]]
-"""Measures by method preset and column."""
+Column = int | str
+"""Length of RULER, or mode of LongBench-v2."""
+Place = tuple[Block, Variant, Column]
+Table = dict[str, dict[Column, Measure]]
+"""Measures by row of the paper and column."""
 
 
 @dataclass(frozen=True)
@@ -118,47 +128,81 @@ class Measured:
     notes: list[str]
 
 
-def preset(cell: CellResult) -> str:
-    """Name of the method preset a cell was made from."""
-    named = [item.partition("=")[2] for item in cell.overrides if item.startswith("method=")]
-    return named[-1] if named else cell.method
-
-
 def measure(cells: Iterable[CellResult]) -> Measured:
     """Sort finished cells into tables.
 
-    Cells that differ only in the seed of their sampling are runs of one number. Of several candidates for one place
-    the one is taken whose settings most methods of the column share, then most of the block, then the one with the most
-    samples: a sparse number stands beside the dense one of its own settings. The others are noted.
+    A row shows one preset with one set of knobs, see :func:`.rows.choose`. Cells that differ only in the seed of their
+    sampling are runs of one number. Of several candidates that are left for one place the one is taken whose settings
+    most methods of the column share, then most of the block, then the one with the most samples: a sparse number stands
+    beside the dense one of its own settings. The others are noted.
     """
-    places: dict[Place, dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    blocks: dict[Block, dict[Variant, dict[Column, list[CellResult]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     notes: list[str] = []
     for cell in cells:
-        place = place_of(cell)
-        if place is None:
-            notes.append(f"in no table of the paper: {cell.label}")
+        where = place_of(cell)
+        if where is None:
+            notes.append(f"{NOWHERE}: {cell.label}")
         else:
-            places[place][_settings(cell)].append(cell)
+            blocks[where[0]][variant(cell)][where[1]].append(cell)
+    shown: dict[Block, dict[str, Variant]] = {}
+    places: dict[Place, dict[str, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
+    for block, variants in blocks.items():
+        shown[block] = _chosen(block, variants)
+        for found, columns in variants.items():
+            for column, own in columns.items():
+                rows = rows_of(block, column)
+                if any(shown[block].get(row) == found for row in rows):
+                    for cell in own:
+                        places[block, found, column][_settings(cell)].append(cell)
+                else:
+                    why = why_not(found, shown[block], rows, block.paper)
+                    notes += [f"{NOWHERE}: {cell.label} ({why})" for cell in own]
     rank = _ranking(places)
     tables: dict[Block, Table] = defaultdict(lambda: defaultdict(dict))
-    for place, variants in places.items():
-        block, method, column = place
-        best, *others = sorted(variants.values(), key=lambda runs: rank(place, runs))
+    for place, candidates in places.items():
+        block, found, column = place
+        best, *others = sorted(candidates.values(), key=lambda runs: rank(place, runs))
         notes += [f"another run of the same place is shown: {runs[0].label}" for runs in others]
-        if column in ("no_cot", "cot"):
-            for name, found in _difficulties(best).items():
-                tables[block][method][f"{column}_{name}"] = found
-        else:
-            tables[block][method][column] = _measure(best, _by_subtask(best), _ruler_notes(best))
+        for row in rows_of(block, column):
+            if shown[block].get(row) == found:
+                tables[block][row] |= _measures(column, best, standing(row, found, block.paper))
     return Measured({block: dict(table) for block, table in tables.items()}, unique(notes))
+
+
+def rows_of(block: Block, column: Column) -> tuple[str, ...]:
+    """The paper's rows that have a column."""
+    if block.benchmark == "ruler":
+        return tuple(METHODS)
+    both = tuple(name for name in METHODS if name != "CoSA-accurate")
+    return (*both, *VARIANTS) if column == "no_cot" else both
+
+
+def _chosen(block: Block, variants: Mapping[Variant, Iterable[Column]]) -> dict[str, Variant]:
+    """What each row of a block shows."""
+    found = {}
+    for row in ROWS:
+        columns = {one: [column for column in own if row in rows_of(block, column)] for one, own in variants.items()}
+        chosen = choose(row, {one: own for one, own in columns.items() if own}, block.paper)
+        if chosen is not None:
+            found[row] = chosen
+    return found
+
+
+def _measures(column: Column, runs: Sequence[CellResult], stands: Standing) -> dict[Column, Measure]:
+    """The numbers of a row that some runs have, by column of the table."""
+    if column in ("no_cot", "cot"):
+        return {f"{column}_{name}": found for name, found in _difficulties(runs, stands).items()}
+    return {column: _measure(runs, _by_subtask(runs), stands, _ruler_notes(runs))}
 
 
 def _ranking(
     places: Mapping[Place, Mapping[str, list[CellResult]]],
 ) -> Callable[[Place, list[CellResult]], tuple[Any, ...]]:
     """Order in which the candidates of a place are taken, the same for all methods of a column."""
-    methods: dict[tuple[Block, int | str, str], set[str]] = defaultdict(set)
-    covered: dict[tuple[Block, str], set[tuple[str, int | str]]] = defaultdict(set)
+    methods: dict[tuple[Block, Column, str], set[Variant]] = defaultdict(set)
+    covered: dict[tuple[Block, str], set[tuple[Variant, Column]]] = defaultdict(set)
     samples: dict[tuple[Block, str], int] = defaultdict(int)
     for (block, method, column), variants in places.items():
         for runs in variants.values():
@@ -184,16 +228,16 @@ def _ranking(
     return rank
 
 
-def place_of(cell: CellResult) -> Place | None:
-    """Table, method preset and column that a cell has a number for; None for a cell that is in no table."""
+def place_of(cell: CellResult) -> tuple[Block, Column] | None:
+    """Block and column that a cell has a number for; None for a cell that no table has a column for."""
     task = cell.config.get("task", {})
     if task.get("name") == "ruler":
-        return Block("ruler", model_label(cell)), preset(cell), int(task["length"])
+        return Block("ruler", model_label(cell)), int(task["length"])
     if task.get("name") != "longbench_v2" or task.get("mode") not in ("direct", "cot"):
         return None
     data = longbench.other_data(cell)
     reasons = task["mode"] == "cot" or bool(cell.config.get("model", {}).get("thinking"))
-    return Block("longbench_v2", model_label(cell), data), preset(cell), "cot" if reasons else "no_cot"
+    return Block("longbench_v2", model_label(cell), data), "cot" if reasons else "no_cot"
 
 
 def _settings(cell: CellResult) -> str:
@@ -245,13 +289,16 @@ def _decoding_of(cell: CellResult) -> str:
     return "greedy" if generation.get("sampling", "greedy") == "greedy" else "sampled"
 
 
-def _measure(runs: Sequence[CellResult], groups: Mapping[str, list[dict[str, Any]]], notes: Iterable[str]) -> Measure:
+def _measure(
+    runs: Sequence[CellResult], groups: Mapping[str, list[dict[str, Any]]], stands: Standing, more: Iterable[str]
+) -> Measure:
     """One number over equally weighted groups of records."""
     weights = dict.fromkeys(groups, 1 / len(groups))
     records = [record for group in groups.values() for record in group]
     spent = budget(records)
     scores, decoding, shared = _mean_over_runs(groups), _decoding_of(runs[0]), _shared_setting(runs[0])
-    return Measure(scores, weights, records, spent["B_block"], spent["B"], len(runs), decoding, tuple(notes), shared)
+    notes, differs = (*stands.named, *stands.differs, *more), stands.differs
+    return Measure(scores, weights, records, spent["B_block"], spent["B"], len(runs), decoding, notes, shared, differs)
 
 
 def _mean_over_runs(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> Scores:
@@ -270,7 +317,7 @@ def _by_subtask(runs: Sequence[CellResult]) -> dict[str, list[dict[str, Any]]]:
     return dict(groups)
 
 
-def _difficulties(runs: Sequence[CellResult]) -> dict[str, Measure]:
+def _difficulties(runs: Sequence[CellResult], stands: Standing) -> dict[str, Measure]:
     """Measures of one mode by difficulty."""
     found = {}
     for name, whole in QUESTIONS.items():
@@ -278,17 +325,11 @@ def _difficulties(runs: Sequence[CellResult]) -> dict[str, Measure]:
         if records:
             count = len({record["index"] for record in records})
             notes = [
-                *_changed(runs[0]),
                 *_other_text(runs[0]),
                 *([] if count == whole else [f"{count} of {whole} {name} questions"]),
             ]
-            found[name] = _measure(runs, {name: records}, notes)
+            found[name] = _measure(runs, {name: records}, stands, notes)
     return found
-
-
-def _changed(cell: CellResult) -> list[str]:
-    """Settings of the method that were given on top of its preset."""
-    return [item for item in cell.overrides if item.lstrip("+").startswith("method.")]
 
 
 def _other_text(cell: CellResult) -> list[str]:
@@ -302,9 +343,8 @@ def _other_text(cell: CellResult) -> list[str]:
 
 
 def _ruler_notes(runs: Sequence[CellResult]) -> list[str]:
-    cell = runs[0]
-    tasks = len({record["task"] for record in cell.records})
-    return [*_changed(cell), *([] if tasks == RULER_TASKS else [f"{tasks} of {RULER_TASKS} tasks"])]
+    tasks = len({record["task"] for record in runs[0].records})
+    return [] if tasks == RULER_TASKS else [f"{tasks} of {RULER_TASKS} tasks"]
 
 
 # --------------------------------------------------------------------------------------------------------- averages
@@ -325,6 +365,7 @@ def over_lengths(row: Mapping[int | str, Measure], lengths: Sequence[int]) -> Me
         _decoding(parts.values()),
         tuple(unique(note for part in parts.values() for note in part.notes)),
         _settings_of(parts),
+        tuple(unique(note for part in parts.values() for note in part.differs)),
     )
 
 
@@ -344,11 +385,12 @@ def over_difficulties(row: Mapping[int | str, Measure], columns: Sequence[str] =
     parts = {column: row[column] for column in columns}
     records = [record for part in parts.values() for record in part.records]
     spent = budget(records)
-    notes = unique(note for part in parts.values() for note in part.notes)
+    notes = tuple(unique(note for part in parts.values() for note in part.notes))
+    differs = tuple(unique(note for part in parts.values() for note in part.differs))
     runs = min(part.runs for part in parts.values())
     decoding = _decoding(parts.values())
     shared = _settings_of(parts)
-    return Measure(scores, weights, records, spent["B_block"], spent["B"], runs, decoding, tuple(notes), shared)
+    return Measure(scores, weights, records, spent["B_block"], spent["B"], runs, decoding, notes, shared, differs)
 
 
 def _settings_of(parts: Mapping[Any, Measure]) -> dict[str, str]:

@@ -28,6 +28,8 @@ MODELS = {
 }
 """The paper's name of a model preset."""
 
+QWEN, LLAMA = MODELS["qwen3-8b"], MODELS["llama-3.1-8b-instruct"]
+
 METHODS: dict[str, tuple[str, ...]] = {
     "Dense": ("dense",),
     "MInf": ("minference-block", "minference-llama-3.1-8b", "minference"),
@@ -46,6 +48,24 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "+RMP": ("cosa-rmp", "cosa-qwen3-8b", "cosa-llama-3.1-8b"),
 }
 """The same for Table 3. The other fixed order is ours: remapping is compared with the better of the two."""
+
+OF_ONE_MODEL = {
+    **dict.fromkeys(("cosa-qwen3-8b", "cosa-accurate-qwen3-8b"), QWEN),
+    **dict.fromkeys(("cosa-base", "cosa-kap", "cosa-iks", "cosa-iks-descending", "cosa-rmp"), QWEN),
+    **dict.fromkeys(("cosa-llama-3.1-8b", "cosa-accurate-llama-3.1-8b", "minference-llama-3.1-8b"), LLAMA),
+}
+"""Presets whose values are those of one of the paper's models."""
+
+NOT_AS_PRINTED: dict[str, tuple[str, ...]] = {QWEN: ("minference",), LLAMA: ("minference", "minference-block")}
+"""Presets that the paper's row of a model was not made with; they belong to the row's method all the same."""
+
+SETTINGS: dict[tuple[str, str], dict[str, float]] = {
+    (LLAMA, "cosa-base"): {"budget_target": 0.35},
+    (LLAMA, "cosa-kap"): {"budget_target": 0.39},
+    (LLAMA, "cosa-iks"): {"budget_target": 0.24, "skip_scale": 200},
+    (LLAMA, "cosa-iks-descending"): {"budget_target": 0.24, "skip_scale": 200},
+}
+"""What a model's row sets on top of its preset: those of Table 3 for Llama are calibrated to the printed budgets."""
 
 LONG = ("no_cot_easy", "no_cot_hard", "cot_easy", "cot_hard")
 RUNS = (1, 2, 4)
