@@ -293,6 +293,7 @@ def test_presets_run_whole_on_the_embedded_model(tmp_path, evalkit, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_presets_run_on_the_embedded_model_and_the_report_lays_them_out(tmp_path, evalkit):
     """Small n, short prompts, some of the methods; every table of the paper in its layout."""
     methods = ["dense", "cosa-qwen3-8b", "xattention", "cosa-base", "cosa-iks"]
@@ -308,6 +309,7 @@ def test_presets_run_on_the_embedded_model_and_the_report_lays_them_out(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_llama_presets_of_ruler_run_after_the_calibrations_they_name(tmp_path, evalkit):
     """Tables 1 and B: the only thing changed is the model, and how much is run."""
     sweep = ["sweep=paper_tableB_llama", "task.tasks=[niah_single_1]", "task.length=1024", "task.limit=1", *FEW]
@@ -331,6 +333,7 @@ def test_llama_presets_of_ruler_run_after_the_calibrations_they_name(tmp_path, e
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_llama_ablation_runs_after_the_calibrations_it_names(tmp_path, evalkit):
     """Table 3: a budget of its own for each row."""
     sweep = ["sweep=paper_table3_llama", *SMALL, "task.length=1024", "task.truncate_at=768", *FEW]
