@@ -5,7 +5,8 @@ metering never waits for the GPU. For a sample, ratios are ratios of sums over l
 
 * ``B = computed / dense``,
 * ``B_stage1 = visited / dense``,
-* ``B_cost = (visited + computed + estimator) / (2 dense)``, the estimator's QK products included,
+* ``B_cost = (visited + computed + 2 masked + estimator) / (2 dense)``: the QK and V products that were computed, those
+  that a mask then leaves out and the estimator's QK products included,
 * ``B_block`` and ``B_stage1_block``, the same two in whole blocks, as papers print them.
 
 What a method's kernel executes beyond those cells (:meth:`evalkit.methods.Method.work`) is added up beside them.
@@ -34,6 +35,7 @@ class SampleBudget:
     Attributes:
         counts: int64 [layers, heads, len(COUNTS)].
         estimator: QK cells of the selection, summed over layers and heads.
+        masked: cells whose QK and V products the kernel computed and masked out, summed over layers and heads.
         fallback_calls, calls: attention calls that a sparse method answered densely, and all prefill calls.
         work: sums of the method's own counters; empty for most methods.
         work_ratios: what the method makes of them.
@@ -43,6 +45,7 @@ class SampleBudget:
     estimator: int
     fallback_calls: int
     calls: int
+    masked: int = 0
     work: dict[str, int] = field(default_factory=dict)
     work_ratios: dict[str, float] = field(default_factory=dict)
 
@@ -57,9 +60,10 @@ class SampleBudget:
         return {
             **total,
             "estimator": self.estimator / (2 * dense),
+            "masked": self.masked / dense,
             "B": total["computed"] / dense,
             "B_stage1": total["visited"] / dense,
-            "B_cost": (total["visited"] + total["computed"] + self.estimator) / (2 * dense),
+            "B_cost": (total["visited"] + total["computed"] + 2 * self.masked + self.estimator) / (2 * dense),
             "B_block": total["computed_blocks"] / blocks,
             "B_stage1_block": total["visited_blocks"] / blocks,
             "layer_min": float(per_layer.min()),
@@ -97,6 +101,7 @@ class BudgetMeter:
         self._spent: list[list[Tensor]] = [[] for _ in range(layers)]
         self._dense = np.zeros((layers, 2), dtype=np.int64)
         self._estimator = 0
+        self._masked: list[int | Tensor] = []
         self._fallback = 0
         self._calls = 0
         self._work: defaultdict[str, list[int | Tensor]] = defaultdict(list)
@@ -116,6 +121,8 @@ class BudgetMeter:
         self._spent[layer].append(torch.stack([x.sum(dim=(0, 2), dtype=torch.int64) for x in parts], dim=-1))
         self._count(layer, q_offset, q_len)
         self._estimator += estimator_cells * self.heads
+        if stats.masked_cells is not None:
+            self._masked.append(stats.masked_cells.sum(dtype=torch.int64))
         for name, amount in work.items():
             self._work[name].append(amount)
 
@@ -141,7 +148,8 @@ class BudgetMeter:
         counts[..., 4], counts[..., 5] = spent[..., 2], spent[..., 3]
         total = {name: _total(amounts) for name, amounts in self._work.items()}
         ratios = dict(self._work_ratios(total)) if total else {}
-        return SampleBudget(counts, self._estimator, self._fallback, self._calls, total, ratios)
+        masked = _total(self._masked)
+        return SampleBudget(counts, self._estimator, self._fallback, self._calls, masked, total, ratios)
 
 
 def _total(amounts: list[int | Tensor]) -> int:

@@ -94,6 +94,10 @@ class Recorder(Method):
         if self.watched is not None:
             self.watched.validate()
 
+    def inert(self) -> dict[str, str]:
+        """The method's."""
+        return self.method.inert()
+
     def check_model(self, layers: int, heads: int) -> None:
         """Check the tables of the methods."""
         self.method.check_model(layers, heads)

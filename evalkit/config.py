@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import math
 import re
@@ -468,8 +469,22 @@ class Cell:
         self.model.rope_factor(self.task.length)
         if not isinstance(self.task, PerplexityConfig):
             self.task.check(self.model)
-        if any(getattr(self.method, name, None) is not None for name in ("calibration", "budget_target")):
-            importlib.import_module("evalkit.calibration.resolve").calibrated(self)
+        method = self.method
+        if any(getattr(method, name, None) is not None for name in ("calibration", "budget_target")):
+            method = importlib.import_module("evalkit.calibration.resolve").calibrated(self).method
+        self._check_tables(method)
+        self._check_chunk()
+
+    def _check_tables(self, method: MethodConfig) -> None:
+        """Hold a table against the model's shape where that is known without a download."""
+        if table_named(method) is None:
+            return
+        loading = importlib.import_module("evalkit.models.loading")  # transformers, for cells with a table alone
+        settings = loading.config_at_hand(self.model)
+        if settings is not None:
+            loading.check_shape(method, settings)
+
+    def _check_chunk(self) -> None:
         chunk = self.execution.chunk_size
         if chunk is None:
             return
@@ -480,6 +495,12 @@ class Cell:
         problem = getattr(self.method, "chunk_problem", None)
         allowed = f"method {method_name(self.method)} {problem}: use null"
         _require(problem is None, "execution.chunk_size", chunk, allowed)
+
+
+def table_named(method: MethodConfig) -> str | None:
+    """A setting (dotted) of the method that names a file of its own for one model, or None."""
+    named = (name for name in getattr(method, "file_fields", ()) if name != "calibration")
+    return next((name for name in named if functools.reduce(getattr, name.split("."), method) is not None), None)
 
 
 def plain(value: Any) -> Any:

@@ -26,13 +26,22 @@ from .benchmarks.longbench_v2.tasks import light_docs
 from .benchmarks.perplexity import Windows, build_windows
 from .calibration.disjoint import Guard
 from .calibration.resolve import calibrated, check_weights
-from .config import Cell, LongBenchV2Config, PerplexityConfig, RulerConfig
+from .config import Cell, LongBenchV2Config, PerplexityConfig, RulerConfig, table_named
 from .corpora import Corpora
 from .errors import InputError, IntegrityError
 from .generation import Decoding
 from .identity import cell_identity, named_files, provenance
 from .lm import EvalkitLM, ProgressLines
-from .models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
+from .models.loading import (
+    Source,
+    check_shape,
+    load_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    resolve_device,
+    resolve_dtype,
+)
 from .precision import LEAST_SCORES, LEAST_WINDOWS, Look, enough, half_width, schedule
 from .prompts import PromptRenderer
 from .reference import DenseReference
@@ -120,6 +129,8 @@ def _resolve(cell: Cell) -> Resolved:
     cell.method.check_device(device, dtype, cell.execution.backend, cell.execution.page_size)  # type: ignore[attr-defined]
     source = locate(cell.model)
     check_weights(cell, source.checksum)
+    if table_named(cell.method) is not None:
+        check_shape(cell.method, load_config(source, cell.model))
     tokenizer = load_tokenizer(source, cell.model)
     renderer = PromptRenderer(tokenizer, chat=cell.model.chat, thinking=cell.model.thinking)
     prepared = prepare(cell, tokenizer, renderer)

@@ -25,6 +25,8 @@ from evalkit.errors import InputError, IntegrityError, MissingAsset, StoreError
 from evalkit.identity import provenance
 from evalkit.methods.cosa import CoSA, Select
 from evalkit.methods.dense import Dense
+from evalkit.methods.xattention import XAttention
+from evalkit.models import loading
 from evalkit.runner import run_cell
 from evalkit.store import read_cells
 
@@ -368,6 +370,21 @@ def test_validation_comes_before_any_loading(models, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="method.select.p=1.5"):
         run_cell(ruler_cell(models, tmp_path, method=CoSA(select=Select(p=1.5))))
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_a_table_of_another_shape_is_refused_before_the_weights_are_loaded(
+    models, corpus, tmp_path, monkeypatch, at_hand
+):
+    monkeypatch.setattr(runner, "load_model", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr(runner, "prepare", lambda *a: pytest.fail("built samples"))
+    (tmp_path / "t.json").write_text(json.dumps([[0.9] * 4] * 3))
+    cell = perplexity_cell(models, corpus, tmp_path, XAttention(threshold_table=str(tmp_path / "t.json")))
+    if not at_hand:  # a model of the hub that was never fetched
+        monkeypatch.setattr(loading, "config_at_hand", lambda config: None)
+        cell.validate()
+    with pytest.raises(InputError, match="method.threshold_table=.*2 layers x 4 query heads.*3 x 4"):
+        cell.validate() if at_hand else run_cell(cell)
 
 
 def test_yarn_by_length_is_applied_and_recorded(models, corpus, tmp_path):

@@ -99,11 +99,11 @@ class Panel:
     def difference(self, one: Entry, other: Entry) -> tuple[Estimate, float]:
         """Paired difference ``one - other`` with its interval, in the metric's unit, and its two-sided p-value."""
         if self.metric in ("perplexity", "kl"):
-            nats = stats.ratio_mean(one.sums - other.sums, self.weights)
-            p = stats.two_sided_p(nats, freedom=nats.n - 1)
             if self.metric == "kl":
-                return nats, p
-            return stats.perplexity_difference(one.sums, other.sums, self.weights), p
+                found = stats.ratio_mean(one.sums - other.sums, self.weights)
+            else:
+                found = stats.perplexity_difference(one.sums, other.sums, self.weights)
+            return found, stats.two_sided_p(found, freedom=found.n - 1)
         names = np.unique(self.strata)
         parts = [(1 / len(names), (one.sums - other.sums)[self.strata == name]) for name in names]
         found = stats.score_difference(parts)

@@ -22,9 +22,10 @@ from prefill_kernels.bench.config import (
     require_variants,
 )
 
+from ..config import table_named
 from ..errors import InputError, near_matches
 from ..methods.base import Method
-from ..methods.presets import from_text, names, names_a_file
+from ..methods.presets import from_text, names
 
 BASELINES = ("xattention", "flexprefill", "minference", "blasst")
 COSA = ("cosa:select.p=0.95", "cosa:select.rule=budget:select.budget=0.2")
@@ -73,7 +74,7 @@ class MethodsBench(AttentionBench):
         found = self.methods()
         require_variants(self.variants, (*DENSE, "cosa", *found))
         for variant, method in found.items() if self.inputs == SYNTHETIC else ():
-            field = names_a_file(method)
+            field = table_named(method)
             require(field is None, "variants", variant, f"{field} only with inputs=<file>: it is for a model's layers")
 
     def methods(self) -> dict[str, Method]:

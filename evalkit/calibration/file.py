@@ -18,7 +18,7 @@ import yaml
 from ..assets import sha256_file
 from ..config import method_name, plain
 from ..errors import InputError
-from ..methods.base import Knob, Method
+from ..methods.base import Knob, Method, default_setting, setting, taken
 from ..store import first_difference
 from .settings import CLOSE
 
@@ -212,6 +212,32 @@ def knob_of(method: Method, name: str, value: object) -> Knob:
     if knob is None:
         raise InputError(name, value, f"null: no single knob steers the budget of {method_name(method)}")
     return knob
+
+
+def check_turns(method: Method, knob: Knob) -> None:
+    """Raise :class:`InputError` where another setting leaves the knob without effect, so that it spends no budget.
+
+    A table in the knob's place is for :func:`check_free`: it may be what the calibration gave.
+    """
+    by = method.inert().get(knob.field)
+    if by is not None and by != knob.table_field:
+        allowed = f"null where method.{knob.field} is calibrated, which cannot act beside it; or set method.{by} alone"
+        raise InputError(f"method.{by}", setting(method, by), f"{allowed}, without a calibration")
+
+
+def check_free(method: Method, knob: Knob, by: str, found: Mapping[str, Any]) -> None:
+    """Raise :class:`InputError` where the knob or its table was given, and not as ``found``: it would be replaced.
+
+    Args:
+        method: a method that asks for a calibrated value.
+        knob: its knob.
+        by: what asks, for the error.
+        found: the setting that the calibration gives, by name; empty where it is not known yet.
+    """
+    for dotted in filter(None, (knob.field, knob.table_field)):
+        default = default_setting(type(method), dotted)
+        if setting(method, dotted) not in (default, found.get(dotted, default)):
+            raise taken(method, dotted, f"{by}, whose calibrated value takes its place")
 
 
 def with_field(settings: Any, dotted: str, value: Any) -> Any:

@@ -13,7 +13,7 @@ import yaml
 from ..config import Cell, method_name, shown_knobs
 from ..errors import InputError
 from ..methods.base import Knob, Method
-from .file import OWN_FIELDS, Calibration, Entry, knob_of, path_of, with_field
+from .file import OWN_FIELDS, Calibration, Entry, check_free, check_turns, knob_of, path_of, with_field
 
 
 def asks(method: Any) -> bool:
@@ -33,15 +33,22 @@ def calibrated(cell: Cell) -> Cell:
     if not asks(cell.method):
         return cell
     method: Method = cell.method  # type: ignore[assignment]
-    name, calibration, entry = _lookup(cell, method)
-    knob = knob_of(method, name, None)
+    name, asked = _asked(method)
+    knob, by = knob_of(method, name, asked), f"{name}={asked!r}"
+    check_turns(method, knob)
+    if method.calibration is None:  # one that names its file may hold the value already
+        check_free(method, knob, by, {})
+    _, calibration, entry = _lookup(cell, method)
     if entry is not None and entry.table is not None:
         if knob.table_field is None:
             raise InputError(name, str(calibration.path), f"a file without tables for {method_name(method)}")
-        method = with_field(method, knob.table_field, str(calibration.path.parent / entry.table))
+        found: dict[str, Any] = {knob.table_field: str(calibration.path.parent / entry.table)}
     else:
         value = entry.value if entry is not None else _between(calibration, cell, method, knob)
-        method = with_field(method, knob.field, int(value) if knob.integer else value)
+        found = {knob.field: int(value) if knob.integer else value}
+    check_free(method, knob, by, found)
+    for dotted, value in found.items():
+        method = with_field(method, dotted, value)
     method = dataclasses.replace(method, calibration=str(calibration.path))
     method.validate()
     return dataclasses.replace(cell, method=method)
@@ -88,7 +95,7 @@ def command(cell: Cell) -> str:
 def _lookup(cell: Cell, method: Method) -> tuple[str, Calibration, Entry | None]:
     """Setting to name in errors, file, and the entry that fits; no entry where the value lies between two trials."""
     target = method.budget_target
-    name, value = ("method.calibration", method.calibration) if method.calibration else ("method.budget_target", target)
+    name, value = _asked(method)
     knob = knob_of(method, name, value)
     if target is not None and not 0 < target < 1:
         raise InputError("method.budget_target", target, "above 0, below 1")
@@ -103,6 +110,13 @@ def _lookup(cell: Cell, method: Method) -> tuple[str, Calibration, Entry | None]
         asked = f"{length} tokens" + ("" if target is None else f" and budget {target:g}")
         raise InputError(name, value, f"{path} has no value for {asked}; run: {command(cell)}")
     return name, calibration, entry
+
+
+def _asked(method: Method) -> tuple[str, Any]:
+    """The setting that asks for a calibration, and its value."""
+    if method.calibration:
+        return "method.calibration", method.calibration
+    return "method.budget_target", method.budget_target
 
 
 def _between(calibration: Calibration, cell: Cell, method: Method, knob: Knob) -> float:

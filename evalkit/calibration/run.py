@@ -23,7 +23,17 @@ from ..identity import versions
 from ..methods.base import Knob, Method
 from ..models.loading import Source, load_model, load_tokenizer, locate, resolve_device, resolve_dtype
 from .disjoint import Fingerprints
-from .file import Calibration, Entry, fixed_settings, knob_of, path_of, with_field, write_yaml
+from .file import (
+    Calibration,
+    Entry,
+    check_free,
+    check_turns,
+    fixed_settings,
+    knob_of,
+    path_of,
+    with_field,
+    write_yaml,
+)
 from .measure import Spent, Workbench, table_at
 from .search import Axis, solve
 from .settings import CLOSE, CalibrateConfig, Target
@@ -81,11 +91,11 @@ class Request:
         self.execution.validate()
         method = self.bare
         knob = knob_of(method, "method", method_name(method))
+        check_turns(method, knob)
+        check_free(method, knob, "evalkit calibrate", {})
         method.validate()
         if self.method.budget_target is not None:
             raise InputError("method.budget_target", self.method.budget_target, "null here: give calibrate.budgets")
-        if knob.table_field and _field(method, knob.table_field) is not None:
-            raise InputError(f"method.{knob.table_field}", _field(method, knob.table_field), "null while calibrating")
         if self.settings.per_head and knob.table_field is None:
             raise InputError("calibrate.per_head", True, f"false: {method_name(method)} has no table of its heads")
         chunk = self.execution.chunk_size
@@ -264,12 +274,6 @@ def _name(target: Target, measure: str) -> str:
 
 def _characters(text: CalibrationText) -> list[list[int]]:
     return [[span.start, span.stop] for span in text.spans]
-
-
-def _field(settings: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        settings = getattr(settings, part)
-    return settings
 
 
 def _header(

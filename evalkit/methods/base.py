@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from prefill_kernels import Capabilities, DensePlan, PagedKV, SparsePlan, TileStats
 from torch import Tensor
+
+from ..errors import InputError
 
 Plan = SparsePlan | DensePlan
 
@@ -79,7 +83,21 @@ class Method(ABC):
 
     @abstractmethod
     def validate(self) -> None:
-        """Raise :class:`evalkit.errors.InputError` naming ``method.<field>`` for a value out of range."""
+        """Raise :class:`evalkit.errors.InputError` naming ``method.<field>`` for a value out of range.
+
+        A method checks its own fields and calls this one, which refuses a setting that was given and cannot act.
+        """
+        for dotted, by in self.inert().items():
+            if setting(self, dotted) != default_setting(type(self), dotted):
+                raise taken(self, dotted, f"method.{by}={setting(self, by)!r}, beside which it cannot act")
+
+    def inert(self) -> dict[str, str]:
+        """Settings (dotted) that cannot act as the method is set, each with the setting that is in their way.
+
+        They must be left at their defaults. By default: the knob where a table holds its values.
+        """
+        table = self.knob.table_field if self.knob else None
+        return {self.knob.field: table} if self.knob and table and setting(self, table) is not None else {}
 
     @abstractmethod
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> Plan:
@@ -152,6 +170,26 @@ class Method(ABC):
     def warnings(self, prompt_len: int) -> list[str]:
         """Settings that act differently at this prompt length than they read; stored with each sample."""
         return []
+
+
+def setting(method: Method, dotted: str) -> Any:
+    """The value of a (nested) setting."""
+    return functools.reduce(getattr, dotted.split("."), method)
+
+
+def default_setting(cls: type[Any], dotted: str) -> Any:
+    """What a (nested) setting is where it is not given."""
+    first, _, rest = dotted.partition(".")
+    item = next(item for item in dataclasses.fields(cls) if item.name == first)
+    made = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    return functools.reduce(getattr, rest.split("."), made) if rest else made
+
+
+def taken(method: Method, dotted: str, beside: str) -> InputError:
+    """The error of a setting that was given although something else stands in its place."""
+    default = default_setting(type(method), dotted)
+    shown = "null" if default is None else f"{default}, its default,"
+    return InputError(f"method.{dotted}", setting(method, dotted), f"{shown} with {beside}")
 
 
 def skip_warnings(skip_scale: float, prompt_len: int) -> list[str]:

@@ -43,6 +43,7 @@ class BLASST(Method):
             raise InputError("method.order", self.order, near_matches(self.order, FIXED_ORDERS))
         if not math.isfinite(self.skip_scale):
             raise InputError("method.skip_scale", self.skip_scale, "a finite number; 0 or less turns skipping off")
+        super().validate()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """All causal blocks, in the fixed order."""

@@ -101,6 +101,11 @@ class CoSA(Method):
                 )
         if not math.isfinite(self.skip_scale):
             raise InputError("method.skip_scale", self.skip_scale, "a finite number; 0 or less turns skipping off")
+        super().validate()
+
+    def inert(self) -> dict[str, str]:
+        """p, where a table or the fixed share decides."""
+        return {"select.p": "select.budget"} if self.select.rule == "budget" else super().inert()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Algorithm A, lines 1-5."""

@@ -23,6 +23,7 @@ class Dense(Method):
         """There is nothing to set; two spellings of one dense run would make two twins."""
         if self.block_size != 128:
             raise InputError("method.block_size", self.block_size, "128: dense has no blocks to choose")
+        super().validate()
 
     @property
     def features(self) -> Capabilities:

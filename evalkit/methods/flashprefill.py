@@ -46,6 +46,7 @@ class FlashPrefill(Method):
         for name in ("sink", "last_full"):
             if getattr(self, name) < 0:
                 raise InputError(f"method.{name}", getattr(self, name), "0 or more blocks")
+        super().validate()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Score every block, apply the threshold; visited in ascending order."""

@@ -44,6 +44,7 @@ class FlexPrefill(Method):
             raise InputError("method.tau", self.tau, "0 (no head is query-aware) to 1 (every head is)")
         if self.min_budget < 1:
             raise InputError("method.min_budget", self.min_budget, "at least 1 token")
+        super().validate()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan | DensePlan:
         """Dense for a short prompt, else the pattern of each head; visited in ascending order."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,12 @@ class PatternTable:
     Attributes:
         heads: ``heads[layer][head]``; every layer has the same number of heads.
         source: the file it came from, for errors.
-        block_size: tile and block the sizes were found for; None where the file does not say.
+        search: settings of the search that found the sizes; empty where the file does not say.
     """
 
     heads: tuple[tuple[HeadPattern, ...], ...]
     source: str
-    block_size: int | None = None
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     def check_model(self, field: str, layers: int, heads: int) -> None:
         """Raise :class:`InputError` naming ``field`` unless the table has one pattern for each head of the model."""
@@ -114,8 +114,7 @@ def _read(path: str, changed: int, size: int, field: str) -> PatternTable:
                 field, path, f"as many heads in layer {number} ({len(row)}) as in layer 0 ({len(rows[0])})"
             )
     searched = content.get("search") if isinstance(content, Mapping) else None
-    block_size = searched.get("block_size") if isinstance(searched, Mapping) else None
-    return PatternTable(rows, path, block_size)
+    return PatternTable(rows, path, searched if isinstance(searched, Mapping) else {})
 
 
 def _layer(layer: Any, number: int, path: str, field: str) -> tuple[HeadPattern, ...]:

@@ -28,6 +28,8 @@ from .head_patterns import HeadPattern, PatternTable, load_patterns
 LEAST_COLUMNS, LEAST_SLASHES = 30, 50
 """Smallest sizes of a vertical-slash head; smaller ones are raised to them."""
 EXECUTIONS = ("token", "block")
+MADE_FOR = ("block_size", "last_q", "execution")
+"""Settings that a searched table's sizes were found under, and hold for."""
 COLUMN_SHARE, SLASH_SHARE = 0.2, 0.8
 """How ``adaptive_budget`` is divided between columns and slashes."""
 
@@ -76,19 +78,26 @@ class MInference(Method):
                 raise InputError(
                     "method.adaptive_budget", self.adaptive_budget, "above 0, at most 1 (1 keeps everything), or null"
                 )
-            if self.table is not None:
-                raise InputError("method.adaptive_budget", self.adaptive_budget, "null with method.table")
         if not (math.isfinite(self.ratio) and self.ratio > 0):
             raise InputError("method.ratio", self.ratio, "above 0")
         if not 1 <= self.last_q <= 128:
             raise InputError("method.last_q", self.last_q, "1 to 128")
         if self.execution not in EXECUTIONS:
             raise InputError("method.execution", self.execution, near_matches(self.execution, EXECUTIONS))
-        table = self._table()
-        if table and table.block_size not in (None, self.block_size):
-            raise InputError(
-                "method.block_size", self.block_size, f"{table.block_size}, of which {self.table} was made"
-            )
+        super().validate()
+        if table := self._table():
+            for name in MADE_FOR:
+                made = table.search.get(name, getattr(self, name))
+                if made != getattr(self, name):
+                    raise InputError(f"method.{name}", getattr(self, name), f"{made}, of which {self.table} was made")
+
+    def inert(self) -> dict[str, str]:
+        """Sizes of every head: a table has its own, and those that grow with the prompt replace the fixed ones."""
+        if self.table is not None:
+            return dict.fromkeys(("adaptive_budget", "vertical_size", "slash_size"), "table")
+        if self.adaptive_budget is not None:
+            return dict.fromkeys(("vertical_size", "slash_size"), "adaptive_budget")
+        return {}
 
     def check_model(self, layers: int, heads: int) -> None:
         """The table must have the model's layers and query heads."""

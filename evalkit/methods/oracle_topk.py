@@ -36,6 +36,7 @@ class OracleTopK(Method):
             raise InputError("method.block_size", self.block_size, "64 or 128 tokens")
         if not 0 < self.budget <= 1:
             raise InputError("method.budget", self.budget, "above 0, at most 1 (1 keeps every block)")
+        super().validate()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """The K_i blocks of largest mass, ties by lowest id, visited in ascending order."""

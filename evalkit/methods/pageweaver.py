@@ -79,6 +79,11 @@ class PageWeaver(Method):
             raise InputError("method.page_size", self.page_size, f"128 under method.union={self.union}")
         if self.union == "cluster" and self.kv_dtype != "fp8":
             raise InputError("method.kv_dtype", self.kv_dtype, "fp8 under method.union=cluster")
+        super().validate()
+
+    def inert(self) -> dict[str, str]:
+        """The capacity of a regrouping that does not take place."""
+        return {} if WINDOWS[self.regroup] else {"capacity": "regroup"}
 
     def check_device(self, device: torch.device, dtype: torch.dtype, backend: str, page_size: int) -> None:
         """Refuse a named kernel that cannot run; what depends on the model's heads shows at its first call."""

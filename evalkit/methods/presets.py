@@ -81,12 +81,6 @@ def described(method: Method) -> str:
     return " ".join(shown) or method_name(method)
 
 
-def names_a_file(method: Method) -> str | None:
-    """A setting of the method that names a file of its own for one model, or None."""
-    values = dict(_leaves(plain(method)))
-    return next((name for name in method.file_fields if name not in _OF_A_RUN and values.get(name) is not None), None)
-
-
 def _preset_files() -> dict[str, Path]:
     try:
         import yaml  # noqa: F401 - presets are YAML

@@ -42,6 +42,7 @@ class Random(Method):
             raise InputError("method.budget", self.budget, "above 0, at most 1 (1 keeps every block)")
         if not 0 <= self.seed < 2**32:
             raise InputError("method.seed", self.seed, "an integer from 0 to 2^32 - 1")
+        super().validate()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Sink, diagonal and the best random scores, visited in ascending order."""

@@ -22,6 +22,7 @@ class SpargeAttn(Method):
         tau: share of the compressed attention that is kept; 1 keeps every block.
         theta: self-similarity below which a block is always computed; 0 trusts every mean, as the authors' function
             with a fixed share of blocks does; their function with tau has 0.6.
+        sink: always keep the first block; the authors' functions do not unless asked (``attention_sink``).
         pv_threshold: minus lambda, in nats: a block is skipped where each of its row maxima lies further than this
             below the running maximum; null turns skipping off.
     """
@@ -32,6 +33,7 @@ class SpargeAttn(Method):
 
     tau: float = 0.98
     theta: float = 0.0
+    sink: bool = False
     pv_threshold: float | None = 50.0
 
     def validate(self) -> None:
@@ -44,6 +46,7 @@ class SpargeAttn(Method):
             raise InputError("method.theta", self.theta, "0 to 1, a mean cosine similarity")
         if self.pv_threshold is not None and not 0 <= self.pv_threshold < 700:
             raise InputError("method.pv_threshold", self.pv_threshold, "0 to 700 nats, or null for no skipping")
+        super().validate()
 
     @property
     def skip_ratio(self) -> float:
@@ -57,7 +60,15 @@ class SpargeAttn(Method):
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Algorithm 1, lines 4 to 8; visited in ascending order."""
-        mask = sparge_select(q, kv, tau=self.tau, theta=self.theta, scale=context.scale, block_size=self.block_size)
+        mask = sparge_select(
+            q,
+            kv,
+            tau=self.tau,
+            theta=self.theta,
+            scale=context.scale,
+            block_size=self.block_size,
+            sink=self.sink,
+        )
         return plan_from_mask(
             mask,
             block_size=self.block_size,

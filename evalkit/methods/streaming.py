@@ -43,6 +43,7 @@ class Streaming(Method):
             raise InputError(
                 "method.window_blocks", self.window_blocks, "1 or more blocks: the diagonal is one of them"
             )
+        super().validate()
 
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> BlockPlan:
         """Sink and window of each tile."""

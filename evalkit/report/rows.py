@@ -69,6 +69,7 @@ class Row:
         metric: key of :data:`METRICS`.
         value, low, high, n: the number, its 95 % interval, samples.
         difference, difference_low, difference_high: to dense, paired.
+        ratio_low, ratio_high: interval of a perplexity over that of dense, paired; None for other metrics.
         B, B_stage1, B_cost, B_block, B_stage1_block: token-weighted means over samples.
         B_pooled: ratio of sums over all samples.
         layer_min, layer_max: extremes of B over layers and samples.
@@ -98,6 +99,8 @@ class Row:
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
     B: float = float("nan")
     B_stage1: float = float("nan")
     B_cost: float = float("nan")
@@ -263,8 +266,9 @@ def _cell_rows(cell: CellResult, twin: CellResult | None, names: _Names) -> Iter
     }
     scores = _scores(cell)
     if not scores:
-        for metric, estimate, difference in _loss_metrics(cell, twin):
-            yield _row("cell", metric, estimate, difference, {**common, **budget(cell.records)})
+        for metric, estimate, difference, ratio in _loss_metrics(cell, twin):
+            relative = {} if ratio is None else {"ratio_low": ratio.low, "ratio_high": ratio.high}
+            yield _row("cell", metric, estimate, difference, {**common, **budget(cell.records), **relative})
         return
     for metric in SCORES:
         scores = _scores(cell, metric)
@@ -359,24 +363,28 @@ def _mean_score(parts: Sequence[tuple[float, Scores, Scores | None]]) -> tuple[E
     return stats.mean_score(strata), stats.score_difference(differences) if differences else None
 
 
-def _loss_metrics(cell: CellResult, twin: CellResult | None) -> Iterator[tuple[str, Estimate, Estimate | None]]:
+def _loss_metrics(
+    cell: CellResult, twin: CellResult | None
+) -> Iterator[tuple[str, Estimate, Estimate | None, Estimate | None]]:
+    """Metric, its value, and for the perplexity its paired difference to dense and its ratio to it."""
     metrics = [record["metrics"] for record in cell.records]
     tokens = [m["tokens"] for m in metrics]
     nll = [m["nll"] for m in metrics]
-    difference = None
+    difference = ratio = None
     if twin is not None:
         dense, own = by_sample(twin), by_sample(cell)
         pairs = [(own[key]["metrics"], dense[key]["metrics"]) for key in own if key in dense]
-        difference = stats.perplexity_difference(
+        paired = (
             [mine["nll"] for mine, _ in pairs],
             [base["nll"] for _, base in pairs],
             [mine["tokens"] for mine, _ in pairs],
         )
-    yield "perplexity", stats.perplexity(nll, tokens), difference
+        difference, ratio = stats.perplexity_difference(*paired), stats.perplexity_ratio(*paired)
+    yield "perplexity", stats.perplexity(nll, tokens), difference, ratio
     if all("kl" in m for m in metrics):
-        yield "kl", stats.divergence([m["kl"] for m in metrics], tokens), None
+        yield "kl", stats.divergence([m["kl"] for m in metrics], tokens), None, None
     if all("top1" in m for m in metrics):
-        yield "top1", stats.agreement([m["top1"] for m in metrics], tokens), None
+        yield "top1", stats.agreement([m["top1"] for m in metrics], tokens), None, None
 
 
 def budget(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -96,8 +96,10 @@ SPARE = ("to dense (95 %)", "fallback %", "warnings")
 EXPLANATION = (
     "B: computed cells over dense cells, all layers and heads, mean over samples weighted by prompt tokens; over "
     "lengths, accuracy is the plain mean and B is weighted by length. B_stage1 counts what the selection kept; B_cost "
-    "counts QK and V work and the selection itself. First answer token: probability, right after prefill, of a token "
-    "that begins a correct answer. Intervals are 95 %; differences to dense are paired by sample. A dash: undefined, "
+    "counts the QK and V products that the kernel computes, by half each, and the selection itself. A kernel that "
+    "masks tokens inside its tiles (MInference in token execution) computes more than B; what PageWeaver's unions add "
+    "is in a table of its own. First answer token: probability, right after prefill, of a token that begins a correct "
+    "answer. Intervals are 95 %; differences to dense are paired by sample. A dash: undefined, "
     "for instance a loss interval from one window. fallback: attention calls answered densely; warnings: samples "
     f"stored with one. {REFERENCE_MARK}: the torch reference ran calls that a GPU kernel was asked for."
 )

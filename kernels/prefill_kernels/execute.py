@@ -73,10 +73,12 @@ def sparse_attention(
     def added(name: str) -> Tensor:
         return torch.stack([getattr(part, name) for part in stats]).sum(0)
 
+    masked = [part.masked_cells for part in stats if part.masked_cells is not None]
     return sum(outputs[1:], outputs[0]), TileStats(
         visited_cells=added("visited_cells"),
         computed_cells=added("computed_cells"),
         visited_blocks=added("visited_blocks"),
         computed_blocks=added("computed_blocks"),
         backend="+".join(sorted({part.backend for part in stats})),
+        masked_cells=torch.stack(masked).sum(0) if masked else None,
     )

@@ -137,6 +137,8 @@ class TileStats:
         computed: bool [B, Hq, NQ, K] aligned with ``plan.order``, False where skipped or padded; the reference
             backend fills it, others may leave it None.
         backend: what executed the call, also where ``auto`` fell back.
+        masked_cells: [B, Hq, NQ], causal cells whose QK and V products were computed and then masked out, so that they
+            are in none of the counts above; None where the kernel masks nothing but the future.
     """
 
     visited_cells: Tensor
@@ -145,3 +147,4 @@ class TileStats:
     computed_blocks: Tensor
     computed: Tensor | None = None
     backend: str = "torch"
+    masked_cells: Tensor | None = None

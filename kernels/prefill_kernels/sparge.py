@@ -43,6 +43,7 @@ def sparge_select(
     theta: float,
     scale: float,
     block_size: int = 128,
+    sink: bool = False,
 ) -> Tensor:
     """Choose the blocks of every head, in torch operations on whatever device the tensors lie on.
 
@@ -57,9 +58,10 @@ def sparge_select(
         theta: self-similarity below which a block is always computed.
         scale: the model's own softmax scaling.
         block_size: tokens of a tile and of a key block.
+        sink: always keep the first block.
 
     Returns:
-        bool [B, Hq, NQ, NK], causal.
+        bool [B, Hq, NQ, NK], causal; at least one block of every tile.
 
     Raises:
         ValueError: keys that do not match the queries, or a scale that is not above 0.
@@ -83,8 +85,10 @@ def sparge_select(
         q_alike = self_similarity(rows, block_size, compute) >= theta
         kept = _top_cdf((q_means @ k_means.mT) * scale, causal & k_alike[:, :, None], tau)
         mask[:, heads] = (kept | ~k_alike[:, :, None] | ~q_alike[..., None]).view_as(mask[:, heads])
-    mask[..., 0] = True
-    return mask & causal
+    mask &= causal
+    if sink:
+        mask[..., 0] = True
+    return mask
 
 
 def _top_cdf(logits: Tensor, judged: Tensor, tau: float) -> Tensor:

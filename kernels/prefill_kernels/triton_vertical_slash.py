@@ -86,11 +86,11 @@ def gather_kernel(
     length, tiles, first_line, width, columns_stride, covered_stride, below_stride, windows_stride, stats_stride,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """List the columns of one tile that no window covers; count its cells and its executed blocks.
+    """List the columns of one tile that no window covers; count its cells, its executed blocks and its masked cells.
 
     A row i of the tile attends to ``below[i + 1]`` diagonals and to its columns; a column met by a diagonal in
-    ``below[i - j + 1] - below[i - j]`` is one cell, not two. With WHOLE it attends to its keys in windows, and to
-    the columns that lie in none.
+    ``below[i - j + 1] - below[i - j]`` is one cell, not two. Executed are its keys in windows, and the columns that lie
+    in none; with WHOLE it attends to them all.
     """
     t = tl.program_id(0)
     line = first_line + tl.program_id(1)
@@ -104,14 +104,12 @@ def gather_kernel(
 
     count = tl.load(window_count + item)
     row = tl.arange(0, BLOCK)
-    if WHOLE:
-        # Every row sees the windows but for the distances that lie after it.
-        last = tl.load(windows + line.to(tl.int64) * windows_stride + tl.maximum(count - 1, 0)) >> 1
-        beyond = tl.maximum(last + STEP - start - BLOCK, 0)
-        hidden = tl.load(covered + row).to(tl.int32) * tl.minimum(end - start, BLOCK - 1 - row)
-        cells = tl.where(count > 0, (count * STEP - beyond) * (end - start), 0) - tl.sum(hidden, 0)
-    else:
-        cells = tl.sum(tl.load(below + start + row + 1, mask=start + row < end, other=0), 0)
+    # Every row sees the windows but for the distances that lie after it.
+    last = tl.load(windows + line.to(tl.int64) * windows_stride + tl.maximum(count - 1, 0)) >> 1
+    beyond = tl.maximum(last + STEP - start - BLOCK, 0)
+    hidden = tl.load(covered + row).to(tl.int32) * tl.minimum(end - start, BLOCK - 1 - row)
+    executed = tl.where(count > 0, (count * STEP - beyond) * (end - start), 0) - tl.sum(hidden, 0)
+    cells = tl.sum(tl.load(below + start + row + 1, mask=start + row < end, other=0), 0)
     total = 0
     for i in range(0, width, CHUNK):
         slot = i + tl.arange(0, CHUNK)
@@ -122,16 +120,18 @@ def gather_kernel(
         tl.store(gathered + rank, key, mask=apart)
         total += tl.sum(apart.to(tl.int32), 0)
         first = tl.maximum(start - key, 0)
-        if WHOLE:
-            cells += tl.sum(tl.where(apart, end - key - first, 0), 0)
-        else:
+        executed += tl.sum(tl.where(apart, end - key - first, 0), 0)
+        if not WHOLE:
             met = tl.load(below + (end - key), mask=causal, other=0) - tl.load(below + first, mask=causal, other=0)
             cells += tl.sum(tl.where(causal, end - key - first - met, 0), 0)
     tl.store(gathered_count + item, total)
     steps = count + (total + STEP - 1) // STEP
     blocks = (steps * STEP + BLOCK - 1) // BLOCK
+    if WHOLE:
+        cells = executed
     tl.store(stats + item, cells)
     tl.store(stats + stats_stride + item, blocks)
+    tl.store(stats + 2 * stats_stride + item, executed - cells)
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def vertical_slash_triton(q: Tensor, kv: PagedKV, plan: VerticalSlashPlan, scale
     out = torch.empty(batch, length, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
     index = prepared(plan)
     width = index.columns.shape[1]
-    stats = torch.empty(2, batch, heads, tiles, dtype=torch.int32, device=q.device)
+    stats = torch.empty(3, batch, heads, tiles, dtype=torch.int32, device=q.device)
     gathered_count = torch.empty(lines, tiles, dtype=torch.int32, device=q.device)
     # The lists of all tiles and heads can be large: some heads at a time.
     at_once = max(1, min(lines, _MAX_GATHERED // (tiles * width)))
@@ -374,5 +374,5 @@ def vertical_slash_triton(q: Tensor, kv: PagedKV, plan: VerticalSlashPlan, scale
             WHOLE=plan.whole_windows,
             **launch_options(dim, size),
         )
-    cells, blocks = stats
-    return out, TileStats(cells, cells, blocks, blocks, backend="triton")
+    cells, blocks, masked = stats
+    return out, TileStats(cells, cells, blocks, blocks, backend="triton", masked_cells=masked)

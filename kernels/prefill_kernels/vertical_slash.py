@@ -119,9 +119,10 @@ def vertical_slash_attention(
 ) -> tuple[Tensor, TileStats]:
     """Attend to the listed columns and diagonals exactly, each causal pair once (MInference, Algorithm 2, last lines).
 
-    A query without any listed key gives zeros. Cells are the attended pairs. Blocks are what the kernel executes:
-    steps of a tile (its windows, and its gathered columns by :data:`STEP`) times STEP / M, rounded up; with every
-    diagonal listed that is the number of causal blocks.
+    A query without any listed key gives zeros. Cells are the attended pairs; ``masked_cells`` are the other causal
+    pairs of the windows, whose products are computed all the same. Blocks are what the kernel executes: steps of a tile
+    (its windows, and its gathered columns by :data:`STEP`) times STEP / M, rounded up; with every diagonal listed that
+    is the number of causal blocks.
 
     Args:
         q: [B, Hq, L, d].
@@ -165,22 +166,24 @@ def _attend_torch(q: Tensor, kv: PagedKV, plan: VerticalSlashPlan, scale: float)
     # what makes it causal.
     reversed_members = torch.cat([member.flip(-1), member.new_zeros(batch, heads, length - 1)], -1)
     by_diagonal = reversed_members.unfold(-1, length, 1)
-    windows = slash_index(plan).covered.unflatten(0, (batch, heads)) if plan.whole_windows else None
+    covered = slash_index(plan).covered.unflatten(0, (batch, heads))
 
     out = torch.empty(batch, length, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    cells = []
+    cells: list[Tensor] = []
+    masked: list[Tensor] = []
     position = torch.arange(length, device=q.device)
     rows_at_once = max(1, _MAX_LOGITS // (batch * heads * length) // size) * size
     for start in range(0, length, rows_at_once):
         stop = min(start + rows_at_once, length)
         rows = position[start:stop]
         mask = by_diagonal[:, :, length - 1 - rows, :stop]
-        if windows is not None:
-            tile_end = (rows // size + 1) * size - 1
-            distance = tile_end[:, None] - position[:stop]
-            mask |= windows.gather(-1, distance.clamp(0).flatten().expand(*windows.shape[:2], -1)).view_as(mask)
+        distance = ((rows // size + 1) * size - 1)[:, None] - position[:stop]
+        windows = covered.gather(-1, distance.clamp(0).flatten().expand(batch, heads, -1)).view_as(mask)
+        windows &= position[:stop] <= rows[:, None]
         mask |= is_column[:, :, None, :stop]
         mask &= position[:stop] <= rows[:, None]
+        if plan.whole_windows:
+            mask |= windows
         grouped = q[:, :, start:stop].to(compute).reshape(batch, kv_heads, -1, dim)
         logits = grouped @ keys[:, :, :stop].mT * scale
         logits = logits.view(batch, heads, stop - start, stop).masked_fill_(~mask, float("-inf"))
@@ -189,11 +192,12 @@ def _attend_torch(q: Tensor, kv: PagedKV, plan: VerticalSlashPlan, scale: float)
         mixed = (weights.view(batch, kv_heads, -1, stop) @ values[:, :, :stop]).view(batch, heads, stop - start, dim)
         # A query without any key has a zero denominator: its output is zero, not 0/0.
         out[:, :, start:stop] = (mixed / total.masked_fill(total == 0, 1.0)).to(q.dtype)
-        per_row = torch.nn.functional.pad(mask.sum(-1), (0, -(stop - start) % size))
-        cells.append(per_row.unflatten(-1, (-1, size)).sum(-1))
+        for counts, pairs in ((cells, mask), (masked, windows & ~mask)):
+            per_row = torch.nn.functional.pad(pairs.sum(-1), (0, -(stop - start) % size))
+            counts.append(per_row.unflatten(-1, (-1, size)).sum(-1))
     cell_counts = torch.cat(cells, -1)
     blocks = executed_blocks(plan)
-    return out, TileStats(cell_counts, cell_counts, blocks, blocks)
+    return out, TileStats(cell_counts, cell_counts, blocks, blocks, masked_cells=torch.cat(masked, -1))
 
 
 def executed_blocks(plan: VerticalSlashPlan) -> Tensor:

@@ -201,6 +201,31 @@ def test_what_was_made_for_something_else_is_refused():
         assert message in str(refused(cell(named)))
 
 
+def test_a_knob_that_was_given_is_not_replaced_unseen():
+    method = METHODS.get("streaming")(budget_target=0.2, window_blocks=3)
+    error = refused(cell(method))
+    assert (error.field, error.value) == ("method.window_blocks", 3)
+    assert "8, its default, with method.budget_target=0.2, whose calibrated value takes its place" in str(error)
+    Path("t.yaml").write_text("[[0.5, 0.6]]")
+    given = replace(COSA, select=Select(p_table="t.yaml"))
+    assert "null with method.budget_target=0.2" in str(refused(cell(given)))
+    write("mine.yaml", entry())
+    named = replace(COSA, calibration="mine.yaml")
+    assert refused(cell(replace(named, select=Select(p=0.5)))).field == "method.select.p"
+    assert refused(cell(replace(named, select=Select(p_table="t.yaml")))).field == "method.select.p_table"
+    write("with-table.yaml", entry(table="t.yaml"))
+    got = calibrated(cell(replace(COSA, calibration="with-table.yaml")))
+    assert calibrated(got) == got, "its table is the calibration's own"
+
+
+def test_a_knob_that_cannot_act_is_not_calibrated():
+    method = replace(COSA, select=Select(rule="budget", budget=0.3))
+    error = refused(cell(method))
+    assert (error.field, error.value) == ("method.select.budget", 0.3)
+    assert "method.select.p is calibrated, which cannot act beside it; or set method.select.budget alone" in str(error)
+    assert "evalkit calibrate" not in str(error)
+
+
 @pytest.mark.parametrize("target", [0.0, 1.0, -0.1, 2.0, float("nan")])
 def test_targets_lie_between_nothing_and_everything(target):
     assert refused(cell(replace(COSA, budget_target=target))).field == "method.budget_target"

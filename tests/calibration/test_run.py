@@ -358,6 +358,8 @@ def test_a_table_for_each_layer_and_head(request_for, cell_for, with_target, mon
         (METHODS.get("dense")(), {}, "method"),
         (CoSA(budget_target=0.5), {}, "method.budget_target"),
         (CoSA(select=Select(p_table="x")), {}, "method.select.p_table"),
+        (CoSA(select=Select(rule="budget", budget=0.3)), {}, "method.select.budget"),
+        (CoSA(select=Select(p=0.5)), {}, "method.select.p"),
         (CoSA(stride=0), {}, "method.stride"),
         (METHODS.get("random")(), {"per_head": True}, "calibrate.per_head"),
         (CoSA(), {"lengths": (4096,)}, "task.length"),

@@ -175,7 +175,9 @@ def cosine(rows: Tensor) -> float:
     return total / len(rows) ** 2
 
 
-def sparge(q: Tensor, k: Tensor, tau: float, theta: float, block_size: int, scale: float) -> list[list[set[int]]]:
+def sparge(
+    q: Tensor, k: Tensor, tau: float, theta: float, block_size: int, scale: float, sink: bool = False
+) -> list[list[set[int]]]:
     """Kept blocks of each head and tile."""
     heads, length = q.shape[0], k.shape[1]
     share = heads // k.shape[0]
@@ -191,7 +193,8 @@ def sparge(q: Tensor, k: Tensor, tau: float, theta: float, block_size: int, scal
         tiles = []
         for i in range(blocks):
             causal = set(range(i + 1))
-            chosen = {0} | {j for j in causal if not alike[j]}
+            chosen = {0} if sink else set()
+            chosen |= {j for j in causal if not alike[j]}
             judged = [j for j in causal if alike[j]]
             if tau >= 1 or cosine(q[h, spans[i]]) < theta:
                 chosen = causal

@@ -39,10 +39,11 @@ def mixed(length: int, q_heads: int, kv_heads: int, seed: int):
     return q, k, v
 
 
+@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("length,q_heads,kv_heads,tau,theta,page_size", CASES)
-def test_equals_the_literal_loops(length, q_heads, kv_heads, tau, theta, page_size):
+def test_equals_the_literal_loops(length, q_heads, kv_heads, tau, theta, page_size, sink):
     q, k, v = mixed(length, q_heads, kv_heads, seed=length)
-    settings = {"tau": tau, "theta": theta, "block_size": B, "scale": SCALE}
+    settings = {"tau": tau, "theta": theta, "block_size": B, "scale": SCALE, "sink": sink}
     want = literal_proxies.sparge(q[0], k[0], **settings)
     assert sets(sparge_select(q.double(), paged(k.double(), v.double(), page_size), **settings)) == want
     assert sets(sparge_select(q, paged(k, v, page_size), **settings)) == want
@@ -89,13 +90,14 @@ def blockwise(attended: dict[int, dict[int, float]]) -> tuple[torch.Tensor, torc
     return q, k
 
 
-def run(q, k, tau=0.9, theta=0.5):
-    return sets(sparge_select(q, paged(k, k, 16), tau=tau, theta=theta, scale=1.0, block_size=B))[0]
+def run(q, k, tau=0.9, theta=0.5, sink=False):
+    return sets(sparge_select(q, paged(k, k, 16), tau=tau, theta=theta, scale=1.0, block_size=B, sink=sink))[0]
 
 
 def test_alike_blocks_are_kept_by_their_means():
     attended = {i: {max(0, i - 2): 20.0} for i in range(BLOCKS)}
-    assert run(*blockwise(attended)) == [{0, max(0, i - 2)} for i in range(BLOCKS)]
+    assert run(*blockwise(attended)) == [{max(0, i - 2)} for i in range(BLOCKS)]
+    assert run(*blockwise(attended), sink=True) == [{0, max(0, i - 2)} for i in range(BLOCKS)]
 
 
 def test_a_block_of_unlike_keys_is_always_kept():
@@ -103,20 +105,20 @@ def test_a_block_of_unlike_keys_is_always_kept():
     k[0, 0, 3 * B : 4 * B] = torch.randn(B, 16, generator=torch.Generator().manual_seed(1))
     kept = run(q, k)
     assert all(3 in kept[i] for i in range(3, BLOCKS))
-    assert kept[7] == {0, 3, 5} and kept[4] == {0, 3, 2}
+    assert kept[7] == {3, 5} and kept[4] == {3, 2}
 
 
 def test_a_tile_of_unlike_queries_keeps_everything():
     q, k = blockwise({i: {max(0, i - 2): 20.0} for i in range(BLOCKS)})
     q[0, 0, 6 * B : 7 * B] = torch.randn(B, 16, generator=torch.Generator().manual_seed(1))
     kept = run(q, k)
-    assert kept[6] == set(range(7)) and kept[7] == {0, 5}
+    assert kept[6] == set(range(7)) and kept[7] == {5}
 
 
 def test_the_prefix_does_not_exceed_tau_but_holds_a_block():
     shares = {1: 0.5, 3: 0.3, 5: 0.2}
     q, k = blockwise({7: {j: math.log(p) + 40 for j, p in shares.items()}})
-    assert [run(q, k, tau=tau)[7] - {0} for tau in (0.4, 0.6, 0.79, 0.81, 0.99)] == [{1}, {1}, {1}, {1, 3}, {1, 3}]
+    assert [run(q, k, tau=tau)[7] for tau in (0.4, 0.6, 0.79, 0.81, 0.99)] == [{1}, {1}, {1}, {1, 3}, {1, 3}]
     assert run(q, k, tau=1.0)[7] == set(range(8))
 
 

@@ -44,7 +44,7 @@ def plan_of(columns, slashes, size, length, heads):
 
 
 def assert_same_stats(got, want):
-    for name in ("visited_cells", "computed_cells", "visited_blocks", "computed_blocks"):
+    for name in ("visited_cells", "computed_cells", "visited_blocks", "computed_blocks", "masked_cells"):
         assert torch.equal(getattr(got, name).long(), getattr(want, name)), name
 
 

@@ -81,6 +81,8 @@ def test_attention_equals_the_literal_loops(length, q_heads, kv_heads, size, pag
     torch.testing.assert_close(out[0], expected, rtol=1e-10, atol=1e-12)
     assert torch.equal(stats.visited_cells[0], tile_sums(counts, size))
     assert torch.equal(stats.computed_cells, stats.visited_cells)
+    _, executed = literal.attend(q[0], k[0], v[0], *listed, SCALE, (size, STEP))
+    assert torch.equal((stats.computed_cells + stats.masked_cells)[0], tile_sums(executed, size))
     for h in range(q_heads):
         blocks = literal.executed_blocks(listed[0][h], listed[1][h], size, STEP, length)
         assert stats.visited_blocks[0, h].tolist() == stats.computed_blocks[0, h].tolist() == blocks

@@ -71,7 +71,7 @@ def literal(method, q, k) -> list[list[set[int]]] | None:
         rules = {name: getattr(method, name) for name in ("alpha", "sink", "window", "last_full")}
         kept = literal_proxies.flash_kept
         return [[kept(mass[h, i], i, prompt_tiles=len(tiles), **rules) for i in tiles] for h in range(heads)]
-    return literal_proxies.sparge(q, k, method.tau, method.theta, B, SCALE)
+    return literal_proxies.sparge(q, k, method.tau, method.theta, B, SCALE, method.sink)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -139,6 +139,7 @@ CHANGES = [
     ("flashprefill", {"last_full": 0}),
     ("spargeattn", {"tau": 0.2}),
     ("spargeattn", {"theta": 0.0}),
+    ("spargeattn", {"sink": True, "tau": 0.2}),
 ]
 
 
@@ -228,6 +229,16 @@ def test_a_scalar_threshold_fits_any_model():
         XAttention(threshold_table="none.yaml").validate()
 
 
+def test_a_threshold_beside_a_table_cannot_act(tmp_path):
+    (tmp_path / "t.json").write_text("[[0.9, 0.8]]")
+    method = XAttention(threshold_table=str(tmp_path / "t.json"))
+    replace(method, threshold=0.9).validate()  # the default is no wish
+    with pytest.raises(
+        InputError, match=r"method.threshold=0.5: 0.9, its default, with method.threshold_table='.*t.json'"
+    ):
+        replace(method, threshold=0.5).validate()
+
+
 # ---------------------------------------------------------------------------------------------------------- FlexPrefill
 @pytest.mark.parametrize("length,min_budget,dense", [(32, 1, True), (33, 1, False), (48, 33, True), (49, 33, False)])
 def test_short_prompts_fall_back_to_dense(length, min_budget, dense):
@@ -239,6 +250,16 @@ def test_short_prompts_fall_back_to_dense(length, min_budget, dense):
 
 
 # ----------------------------------------------------------------------------------------------------------- SpargeAttn
+@pytest.mark.parametrize("sink", [False, True])
+def test_the_first_block_is_kept_only_where_asked(sink):
+    q, k = (x.double() for x in inputs(97, seed=97))
+    method = SpargeAttn(block_size=B, tau=0.3, theta=0.0, sink=sink)
+    kept = sets(run(method, q, k)[1])
+    assert kept == literal(method, q, k)
+    assert all(0 in tile for head in kept for tile in head) == sink
+    assert SpargeAttn().sink is False  # attention_sink of the authors' functions
+
+
 def test_the_skip_does_not_depend_on_the_length():
     for length in (50, 97):
         q, k = inputs(length)

@@ -92,6 +92,10 @@ def test_the_proxy_uses_the_modules_scaling():
         ({"select": Select(rule="budget")}, "method.select.budget=None"),
         ({"select": Select(rule="budget", budget=1.5)}, "method.select.budget=1.5"),
         ({"select": Select(budget=0.5)}, "method.select.budget=0.5: null unless"),
+        (
+            {"select": Select(rule="budget", budget=0.5, p=0.8)},
+            "method.select.p=0.8: 0.95, its default, with method.select.budget=0.5",
+        ),
         ({"order": "hrm"}, "method.order='hrm': did you mean hrm_first"),
         ({"share": "head"}, "method.share='head'"),
         ({"skip_scale": float("inf")}, "method.skip_scale=inf"),

@@ -22,6 +22,7 @@ from evalkit.methods.minference import MInference, fitted, pattern_plan
 LENGTH, HEADS, KV_HEADS, SCALE = 260, 4, 2, 0.25
 CONTEXT = PlanContext(layer=0, q_offset=0, prompt_len=LENGTH, scale=SCALE, backend="torch")
 BASE = MInference(vertical_size=40, slash_size=120)
+SIZES = {"vertical_size": 1000, "slash_size": 6096}  # the defaults: what takes their place refuses others
 MIXED = [
     HeadPattern("vertical_slash", (35, 110)),
     HeadPattern("a_shape", (4, 50)),
@@ -63,8 +64,8 @@ def write(path, layers):
         ({"ratio": 1.5}, (60, 180)),
         ({"ratio": 0.01}, (30, 50)),  # least sizes
         ({"ratio": 100.0}, (LENGTH, LENGTH)),
-        ({"adaptive_budget": 0.7}, (36, 145)),  # int(0.2 * 0.7 * 260), int(0.8 * 0.7 * 260)
-        ({"adaptive_budget": 1.0}, (30, LENGTH)),
+        ({"adaptive_budget": 0.7, **SIZES}, (36, 145)),  # int(0.2 * 0.7 * 260), int(0.8 * 0.7 * 260)
+        ({"adaptive_budget": 1.0, **SIZES}, (30, LENGTH)),
         ({"block_size": 128}, (40, 120)),
         ({"last_q": 20}, (40, 120)),
     ],
@@ -200,6 +201,34 @@ def test_density_equals_a_brute_force_mask(patterns):
         assert frame["computed"][h] == frame["visited"][h] == int((mask & causal).sum())
     record = meter.read().record()
     assert 0 < record["B"] < 1 and 0 < record["B_block"] <= 1
+
+
+@pytest.mark.parametrize(
+    "name,made,other", [("execution", "token", "block"), ("block_size", 64, 128), ("last_q", 64, 32)]
+)
+def test_a_searched_table_holds_for_what_it_was_searched_with(tmp_path, name, made, other):
+    search = {"block_size": 64, "last_q": 64, "execution": "token"}
+    path = tmp_path / "t.yaml"
+    path.write_text(table_text([MIXED], {"search": search}))
+    MInference(table=str(path)).validate()
+    with pytest.raises(InputError, match=f"method.{name}={other!r}: {made}, of which .*t.yaml was made"):
+        MInference(table=str(path), **{name: other}).validate()
+
+
+def test_both_executions_cost_the_same_products():
+    """Token execution masks what block execution attends to: B differs, the work does not."""
+    q, _, _, kv = inputs()
+    records = []
+    for whole in (False, True):
+        plan = pattern_plan(q, kv, MIXED, block_size=64, scale=SCALE, whole_windows=whole)
+        meter = BudgetMeter(1, HEADS, 64)
+        meter.add_sparse(0, 0, LENGTH, sparse_attention(q, kv, plan, scale=SCALE)[1], 5)
+        records.append(meter.read().record())
+    token, block = records
+    assert token["B"] < block["B"] and token["masked"] > 0 and block["masked"] == 0
+    assert token["B_cost"] == pytest.approx(block["B_cost"], rel=1e-12)
+    assert token["B_cost"] == pytest.approx(token["B"] + token["masked"] + token["estimator"])
+    assert token["B_block"] == block["B_block"]
 
 
 def test_estimator_cells():
@@ -345,6 +374,13 @@ def test_tables_that_cannot_be_used_are_named(tmp_path, text, said):
         ({"adaptive_budget": 0.0}, "method.adaptive_budget=0.0"),
         ({"adaptive_budget": 1.1}, "method.adaptive_budget=1.1"),
         ({"adaptive_budget": 0.5, "table": "x"}, "method.adaptive_budget=0.5: null with method.table"),
+        ({"adaptive_budget": 0.5}, "method.vertical_size=40: 1000, its default, with method.adaptive_budget=0.5"),
+        (
+            {"adaptive_budget": 0.5, "vertical_size": 1000},
+            "method.slash_size=120: 6096, its default, with method.adaptive_budget=0.5",
+        ),
+        ({"table": "x"}, "method.vertical_size=40: 1000, its default, with method.table='x'"),
+        ({"table": "x", "vertical_size": 1000}, "method.slash_size=120: 6096, its default, with method.table='x'"),
         ({"ratio": 0.0}, "method.ratio=0.0"),
         ({"ratio": float("nan")}, "method.ratio=nan"),
         ({"last_q": 0}, "method.last_q=0"),

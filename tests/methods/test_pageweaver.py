@@ -378,3 +378,9 @@ def test_calibration_turns_top_k_from_two_pages_to_all():
     assert (knob.field, axis.value(0.0), axis.value(1.0)) == ("top_k", 2.0, 512.0)
     assert "top_k=16 covers the 16 pages of N=2048: dense" in PageWeaver().warnings(2048)
     assert math.ceil(2049 / 128) == 17 and PageWeaver().warnings(2049) == []
+
+
+def test_a_capacity_without_regrouping_cannot_act():
+    with pytest.raises(InputError, match="method.capacity=64: .*, its default, with method.regroup='off'"):
+        PageWeaver(regroup="off", capacity=64).validate()
+    PageWeaver(regroup="64", capacity=64).validate()

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from evalkit.config import table_named
 from evalkit.errors import InputError
 from evalkit.methods import METHODS, catalog, presets
 from evalkit.methods.cosa import CoSA, Select
@@ -74,6 +75,6 @@ def test_description_shows_what_acts():
 def test_files_for_one_model_are_found(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text("[[0.9]]")
-    assert presets.names_a_file(from_text(f"xattention:threshold_table={path}")) == "threshold_table"
-    assert presets.names_a_file(from_text(f"cosa:select.p_table={path}")) == "select.p_table"
-    assert presets.names_a_file(from_text("cosa")) is None
+    assert table_named(from_text(f"xattention:threshold_table={path}")) == "threshold_table"
+    assert table_named(from_text(f"cosa:select.p_table={path}")) == "select.p_table"
+    assert table_named(from_text("cosa")) is None

@@ -171,6 +171,8 @@ def row_of(method, B, value, difference=None, half=1.0, *, metric="accuracy", n=
     if difference is not None:
         low, high = difference - half, difference + half
         against = {"difference": difference, "difference_low": low, "difference_high": high}
+        if metric == "perplexity":  # a dense perplexity that is certain
+            against |= {"ratio_low": 1 + low / (value - difference), "ratio_high": 1 + high / (value - difference)}
     labels = {"level": "cell", "group": "g", "family": "f", "model": "m", "method": method, "series": method.split()[0]}
     rest = {"task": "t", "length": "4096", "low": value - 1, "high": value + 1, "dense": method == "dense"}
     return Row(**labels, **rest, metric=metric, value=value, n=n, B=B, **against, **more)
@@ -233,6 +235,14 @@ def test_perplexity_margin_is_relative():
     assert answer.find(panel_of(dense, sparse), 2.0).kept and not answer.find(panel_of(dense, sparse), 1.0).kept
 
 
+def test_perplexity_margin_is_tested_on_the_ratio_to_dense():
+    """That dense varies between windows widens the difference, and not what it is in percent."""
+    row = row_of("cosa", 30.0, 101.0, 1.0, 1.5, metric="perplexity", n=20)
+    assert answer.within([row], 2.0) == [False]
+    row.ratio_low, row.ratio_high = 1.005, 1.015
+    assert answer.within([row], 2.0) == [True] and answer.within([row], 1.2) == [False]
+
+
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity"])
 def test_the_test_agrees_with_the_interval(metric):
     """Alone in its panel, a setting is within the margin exactly where its interval is."""
@@ -259,7 +269,7 @@ def test_holm():
 
 def test_one_window_shows_nothing():
     row = row_of("cosa", 30.0, 20.0, 0.0, metric="perplexity", n=1)
-    row.difference_low = row.difference_high = None
+    row.difference_low = row.difference_high = row.ratio_low = row.ratio_high = None
     assert answer.within([row], 5.0) == [False]
 
 

@@ -154,9 +154,44 @@ def test_perplexity_difference_is_paired():
     found = stats.perplexity_difference(dense + tokens * change, dense, tokens)
     base = stats.perplexity(dense, tokens)
     assert found.value == pytest.approx(stats.perplexity(dense + tokens * change, tokens).value - base.value)
-    expected = scipy_stats.ttest_1samp(change, 0).confidence_interval(0.95)
-    assert found.interval == pytest.approx([base.value * math.expm1(x) for x in (expected.low, expected.high)])
-    assert found.high - found.low < 0.1 * (base.high - base.low)
+    assert found.low < found.value < found.high and found.high - found.low < 0.1 * (base.high - base.low)
+
+
+def test_perplexity_difference_counts_that_dense_varies_too():
+    """A loss of exactly half a nat more in every window: the ratio is certain, the difference is not."""
+    rng = np.random.default_rng(11)
+    tokens = np.full(200, 512)
+    dense = tokens * rng.normal(3.2, 0.2, 200)
+    sparse = dense + 0.5 * tokens
+    ratio = stats.perplexity_ratio(sparse, dense, tokens)
+    assert ratio.interval == pytest.approx((math.exp(0.5), math.exp(0.5)))
+    found, base = stats.perplexity_difference(sparse, dense, tokens), stats.perplexity(dense, tokens)
+    width = (base.high - base.low) * math.expm1(0.5)
+    assert found.value == pytest.approx(base.value * math.expm1(0.5))
+    assert found.high - found.low == pytest.approx(width, rel=0.01)
+
+
+def test_perplexity_difference_agrees_with_a_paired_bootstrap():
+    rng = np.random.default_rng(12)
+    tokens = rng.integers(200, 800, 300).astype(float)
+    dense = tokens * rng.normal(3.2, 0.2, 300)
+    sparse = dense + tokens * rng.normal(0.4, 0.05, 300)
+    picks = rng.integers(0, 300, (4000, 300))
+    means = [np.exp(x[picks].sum(1) / tokens[picks].sum(1)) for x in (sparse, dense)]
+    expected = np.quantile(means[0] - means[1], [0.025, 0.975])
+    found = stats.perplexity_difference(sparse, dense, tokens)
+    assert found.interval == pytest.approx(expected, abs=0.05 * (expected[1] - expected[0]))
+
+
+def test_perplexity_difference_covers():
+    rng = np.random.default_rng(13)
+    tokens, truth, inside = np.full(32, 2048), math.exp(3.6) - math.exp(3.2), 0
+    for _ in range(1000):
+        dense = tokens * rng.normal(3.2, 0.15, 32)
+        sparse = dense + tokens * rng.normal(0.4, 0.03, 32)
+        low, high = stats.perplexity_difference(sparse, dense, tokens).interval
+        inside += low <= truth <= high
+    assert 0.93 <= inside / 1000 <= 0.97
 
 
 def test_one_window_has_no_interval():
@@ -169,6 +204,8 @@ def test_one_window_has_no_interval():
 def test_two_wild_windows_end_at_infinity_not_in_an_error():
     found = stats.perplexity([100.0, 90000.0], [100, 100])
     assert found.high == math.inf and found.low >= 0
+    wild = stats.perplexity_difference([100.0, 190000.0], [100.0, 100.0], [100, 100])
+    assert wild.value == math.inf and wild.interval is None
 
 
 def test_divergence_is_token_weighted_and_not_negative():

@@ -137,17 +137,18 @@ def within(rows: Sequence[Row], margin: float) -> list[bool]:
 def _p_value(row: Row, margin: float) -> float:
     """One-sided p-value of "the loss is at least the margin", from the row's own interval.
 
-    The interval's half-width on the side of the loss is a quantile times the standard error. For perplexity both are
-    in nats, where the interval is Student's.
+    The interval's half-width on the side of the loss is a quantile times the standard error. A margin of perplexity is
+    a share of dense, so that the interval is the ratio's; in nats it is Student's.
     """
-    if row.difference is None or row.difference_low is None or row.difference_high is None:
+    if row.difference is None or row.difference_low is None:
         return 1.0
     if METRICS[row.metric].higher_is_better:
         half, room = row.difference - row.difference_low, margin + row.difference
         return float(distributions.norm.sf(_ratio(room, half / Z)))
-    dense = row.value - row.difference
-    nats = math.log1p(row.difference / dense)
-    half = math.log1p(row.difference_high / dense) - nats
+    if row.ratio_high is None:
+        return 1.0
+    nats = math.log1p(row.difference / (row.value - row.difference))
+    half = math.log(row.ratio_high) - nats
     freedom = row.n - 1
     error = half / float(distributions.t.ppf(0.5 + LEVEL / 2, freedom))
     return float(distributions.t.sf(_ratio(math.log1p(margin / 100) - nats, error), freedom))
