@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from .capabilities import provides
 from .checks import check_heads, check_scale
+
+# For one query cuDNN adds up its splits in the order they finish: equal calls differ now and then in their last bits.
+ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @provides()
@@ -32,7 +36,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_offset: 
     if kv_len != q_offset + q_len:
         raise ValueError(f"kv_len={kv_len}: must be q_offset + q_len = {q_offset + q_len}")
     if q_len == 1:  # one query sees every key: no mask to build
-        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+        with sdpa_kernel(ONE_QUERY):
+            return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
     if q_offset == 0:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     # SDPA's is_causal is aligned to the upper left; queries at an offset need the lower right.
