@@ -12,6 +12,8 @@
 //
 // A request of more pages than the capacity keeps its order. Its pages may lie beyond the rows of masks, which are then
 // filled again for the next stretch of pages.
+//
+// An order that is there already is not searched: masks are then of its execution slots in place of queries.
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -31,6 +33,7 @@ struct Call {
     const int* positions;  // [N]
     const int* kv_lens;    // [R]
     const int4* windows;   // first query, queries, first execution slot, request
+    const int* order;      // [Hkv, groups * 8], the order to prepare, -1 in tail slots; null: search one
     int* ids;              // [Hkv, groups * 8]
     int* union_pages;      // [Hkv, groups, 8 * width]
     int* members;          // [Hkv, groups, 8 * width]
@@ -167,8 +170,11 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head = blockIdx.y;
 
     const int4 window = call.windows[blockIdx.x];
-    const int first = window.x, count = window.y, slot = window.z;
+    const int first = window.x, slot = window.z;
     const int length = call.kv_lens[window.w];
+    const long long slots = static_cast<long long>(head) * call.groups * kGroup + slot;
+    const int* const given = call.order ? call.order + slots : nullptr;
+    const int count = given ? (window.y + kGroup - 1) / kGroup * kGroup : window.y;
     clear(masks, call.rows * L::kWords, thread, L::kThreads);
     if (thread < W) order[thread] = thread * L::kRowBytes;
 
@@ -178,9 +184,10 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
     for (int n = 0; n < L::kTurns; ++n) {
         const int entry = (warp * L::kTurns + n) * 32 + lane, query = entry / BITS, k = entry % BITS;
         page[n] = -1;
-        if (query < count && k < call.width) {
-            const long long at = (first + query) * call.query_stride + head * call.head_stride + k;
-            const int chosen = call.pages[at], last = min(call.positions[first + query], length - 1);
+        const int from = query >= count || k >= call.width ? -1 : given ? given[query] : first + query;
+        if (from >= 0) {
+            const long long at = from * call.query_stride + head * call.head_stride + k;
+            const int chosen = call.pages[at], last = min(call.positions[from], length - 1);
             if (chosen >= 0 && static_cast<long long>(chosen) * call.page_size <= last) page[n] = chosen;
         }
     }
@@ -189,7 +196,7 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
     mark<W, BITS>(page, 0, call.rows, masks, sizes, warp, lane);
     __syncthreads();
 
-    if (held <= call.capacity) {
+    if (!given && held <= call.capacity) {
 #pragma unroll
         for (int n = 0; n < L::kTurns; ++n) {
             uint32_t queries[L::kWords] = {};
@@ -205,9 +212,8 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
         __syncthreads();
     }
 
-    int* const ids = call.ids + static_cast<long long>(head) * call.groups * kGroup + slot;
-    if (thread < (count + kGroup - 1) / kGroup * kGroup) {
-        ids[thread] = thread < count ? first + static_cast<int>(order[thread] / L::kRowBytes) : -1;
+    if (!given && thread < (count + kGroup - 1) / kGroup * kGroup) {
+        call.ids[slots + thread] = thread < count ? first + static_cast<int>(order[thread] / L::kRowBytes) : -1;
     }
 
     // The warp's group: its queries by slot, and all of them as a mask.
@@ -278,15 +284,15 @@ cudaError_t start(const Call& call, int windows, int heads, cudaStream_t stream)
 
 }  // namespace
 
-// 0 or a cudaError_t. `window` is 64 or 128, `width` at most 64; strides count elements.
+// 0 or a cudaError_t. `window` is 64 or 128, `width` at most 64; strides count elements. Of `order` and `ids` one is null.
 extern "C" int page_search_launch(const int* pages, const int* positions, const int* kv_lens, const void* windows,
-                                  int* ids, int* union_pages, int* members, int* counts, long long query_stride,
-                                  long long head_stride, int page_size, int capacity, int rows, int width, int groups,
-                                  int window, int window_count, int heads, void* stream) {
-    const Call call = {pages,        positions,   kv_lens,   static_cast<const int4*>(windows),
-                       ids,          union_pages, members,   counts,
-                       query_stride, head_stride, page_size, capacity,
-                       rows,         width,       groups};
+                                  const int* order, int* ids, int* union_pages, int* members, int* counts,
+                                  long long query_stride, long long head_stride, int page_size, int capacity, int rows,
+                                  int width, int groups, int window, int window_count, int heads, void* stream) {
+    const Call call = {pages,  positions,    kv_lens,     static_cast<const int4*>(windows),
+                       order,  ids,          union_pages, members,
+                       counts, query_stride, head_stride, page_size,
+                       capacity, rows,       width,       groups};
     const auto run = window == 64 ? width <= 16   ? start<64, 16>
                                     : width <= 32 ? start<64, 32>
                                                   : start<64, 64>

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from . import nvcc
 from .backends import BackendUnavailable
@@ -28,8 +29,8 @@ def refusal(plan: PagePlan) -> str | None:
     """Why this kernel cannot run the call, or None. Builds it where everything else allows the call."""
     if reason := _device_problem(plan.pages.device):
         return reason
-    if not plan.regroup:
-        return "regroup=0: it prepares unions of what it searches"
+    if not plan.length:
+        return "no queries"
     if plan.width > MAX_WIDTH:
         return f"{plan.width} pages a query: at most {MAX_WIDTH}"
     if rows(plan) > MAX_PAGES:
@@ -67,7 +68,7 @@ def library() -> ctypes.CDLL:
     """The built kernel, see :func:`prefill_kernels.nvcc.build`."""
     loaded = nvcc.build(SOURCE, "cuda")
     loaded.page_search_launch.argtypes = (
-        [ctypes.c_void_p] * 8 + [ctypes.c_longlong] * 2 + [ctypes.c_int] * 8 + [ctypes.c_void_p]
+        [ctypes.c_void_p] * 9 + [ctypes.c_longlong] * 2 + [ctypes.c_int] * 8 + [ctypes.c_void_p]
     )
     loaded.page_search_launch.restype = ctypes.c_int
     loaded.page_search_problem.argtypes = []
@@ -77,16 +78,21 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def search_cuda(plan: PagePlan) -> Unions:
-    """:func:`prefill_kernels.search_unions` for calls that :func:`refusal` accepts and that have queries.
+def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
+    """Search and unions for calls that :func:`refusal` accepts; unions alone for an order that is there.
+
+    Args:
+        plan: selections; a window to search, where ``ids`` are not given.
+        ids: int32 [Hkv, G * 8], contiguous, see :func:`prefill_kernels.prepare_unions`.
 
     Raises:
         BackendUnavailable: nvcc failed, or the driver refused the launch.
     """
     heads, groups, device = plan.num_kv_heads, plan.groups, plan.pages.device
     selected = plan.pages if plan.pages.stride(3) == 1 else plan.pages.contiguous()
-    table = windows(plan.cu_seqlens, plan.regroup, device)
-    ids = torch.empty(heads, groups * GROUP, dtype=torch.int32, device=device)
+    window = plan.regroup or 64  # of an order that is there any will do: groups never cross one
+    table = windows(plan.cu_seqlens, window, device)
+    found = torch.empty(heads, groups * GROUP, dtype=torch.int32, device=device) if ids is None else ids
     pages = torch.empty(heads, groups, GROUP * plan.width, dtype=torch.int32, device=device)
     members = torch.empty_like(pages)
     count = torch.empty(heads, groups, dtype=torch.int32, device=device)
@@ -97,7 +103,8 @@ def search_cuda(plan: PagePlan) -> Unions:
             plan.positions.data_ptr(),
             plan.kv_lens.data_ptr(),
             table.data_ptr(),
-            ids.data_ptr(),
+            None if ids is None else ids.data_ptr(),
+            found.data_ptr() if ids is None else None,
             pages.data_ptr(),
             members.data_ptr(),
             count.data_ptr(),
@@ -108,11 +115,11 @@ def search_cuda(plan: PagePlan) -> Unions:
             rows(plan),
             plan.width,
             groups,
-            plan.regroup,
+            window,
             len(table),
             heads,
             torch.cuda.current_stream().cuda_stream,
         )
     if code:
         raise BackendUnavailable(f"backend='cuda': {run.page_search_error(code).decode()} ({code})")
-    return Unions(ids, pages, members, count, group_requests(plan.cu_seqlens, device))
+    return Unions(found, pages, members, count, group_requests(plan.cu_seqlens, device))

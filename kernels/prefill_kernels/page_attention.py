@@ -98,10 +98,10 @@ def _search(plan: PagePlan, backend: str) -> Unions:
     """Search and preparation where the attention was asked of ``backend``."""
     if backend in ("auto", "torch"):
         return search_unions(plan, backend=backend)
-    if backend != "triton" and searches(plan):
+    if backend != "triton":
         if (reason := cuda_problem(plan)) is None:
             return search_unions(plan, backend="cuda")
-        record_refusal("regroup", "cuda", reason)
+        record_refusal("regroup" if searches(plan) else "union", "cuda", reason)
     search = _prepared_by("regroup", "triton_regroup", plan, backend) if regroups(plan) else "torch"
     ids = regroup_queries(plan, backend=search)
     return prepare_unions(plan, ids, backend=_prepared_by("union", "triton_unions", plan, backend))

@@ -9,7 +9,7 @@ from .unions import Unions, prepare_unions
 
 SEARCH_BACKENDS = ("torch", "triton", "cuda")
 """Implementations of :func:`search_unions`. ``cuda`` does both steps in one kernel of CUDA C++ for sm_90, built with
-nvcc on first use; the others are the two steps."""
+nvcc on first use, and the second alone where nothing is searched; the others are the two steps."""
 
 
 def search_unions(plan: PagePlan, *, backend: str = "auto") -> Unions:
@@ -27,11 +27,10 @@ def search_unions(plan: PagePlan, *, backend: str = "auto") -> Unions:
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     plan.check_shapes()
-    if backend == "cuda" or (backend == "auto" and plan.pages.device.type == "cuda" and searches(plan)):
-        reason = cuda_problem(plan)
-        if reason is None:
-            from .cuda_page_search import search_cuda
+    if searches(plan) and (backend == "cuda" or (backend == "auto" and plan.pages.device.type == "cuda")):
+        from .cuda_page_search import refusal, search_cuda
 
+        if (reason := refusal(plan)) is None:
             record_call("regroup", "cuda")
             record_call("union", "cuda")
             return search_cuda(plan)
@@ -50,4 +49,4 @@ def cuda_problem(plan: PagePlan) -> str | None:
     """Why the one kernel cannot run a call, or None. Builds the kernel where all else allows the call."""
     from .cuda_page_search import refusal
 
-    return refusal(plan) if searches(plan) else "there is nothing to search"
+    return refusal(plan)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, triton_refusal
+from .backends import BackendUnavailable, choose_backend, record_call, record_refusal, triton_refusal
 from .checks import check_table
 from .pages import GROUP, PagePlan, group_requests, page_support
 
@@ -54,7 +54,8 @@ def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Uni
     Args:
         plan: selections.
         ids: int32 [Hkv, G * 8], as :func:`prefill_kernels.regroup_queries` gives them.
-        backend: see :func:`prefill_kernels.resolve_backend`.
+        backend: see :func:`prefill_kernels.resolve_backend`; ``cuda`` is the kernel of
+            :func:`prefill_kernels.search_unions` without its search, and ``auto`` wherever it can run.
 
     Raises:
         ValueError: the plan is broken, or ``ids`` has another shape or dtype or lies elsewhere.
@@ -64,6 +65,15 @@ def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Uni
     check_table("ids", ids, (plan.num_kv_heads, plan.groups * GROUP), torch.int32, plan.pages.device)
     ids = ids.contiguous()
 
+    if backend == "cuda" or (backend == "auto" and plan.pages.device.type == "cuda"):
+        from .cuda_page_search import refusal, search_cuda
+
+        if (reason := refusal(plan)) is None:
+            record_call("union", "cuda")
+            return search_cuda(plan, ids)
+        if backend == "cuda":
+            raise BackendUnavailable(f"backend='cuda': {reason}")
+        record_refusal("union", "cuda", reason)
     if (
         choose_backend("union", backend, plan.pages.device, {"triton": triton_refusal("triton_unions", plan)})
         == "triton"

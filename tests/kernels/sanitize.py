@@ -21,7 +21,15 @@ import sys
 from pathlib import Path
 
 import torch
-from prefill_kernels import PagedKV, block_attention, kap_scores, page_attention, search_unions, select_blocks
+from prefill_kernels import (
+    PagedKV,
+    block_attention,
+    kap_scores,
+    page_attention,
+    prepare_unions,
+    search_unions,
+    select_blocks,
+)
 from prefill_kernels.triton_osk import block_mask, logical_skip_attention
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -130,6 +138,8 @@ def search() -> None:
                     local=True, regroup=window, capacity=capacity,
                 ).plan  # fmt: skip
                 got, want = (search_unions(plan, backend=backend) for backend in ("cuda", "triton"))
+                assert all(torch.equal(getattr(got, n), getattr(want, n)) for n in ("ids", "pages", "members", "count"))
+                got = prepare_unions(plan, want.ids, backend="cuda")
                 assert all(torch.equal(getattr(got, n), getattr(want, n)) for n in ("ids", "pages", "members", "count"))
                 print(f"search {window} {width} {capacity}", int(got.count.sum()))
     torch.cuda.synchronize()

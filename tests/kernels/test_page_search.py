@@ -56,11 +56,16 @@ def test_names():
     assert SEARCH_BACKENDS == ("torch", "triton", "cuda")
     with pytest.raises(BackendUnavailable, match="backend='nothing'"):
         search_unions(plan, backend="nothing")
-    with pytest.raises(BackendUnavailable, match="backend='cuda': there is nothing to search"):
-        search_unions(replace(plan, regroup=0), backend="cuda")
     if not GPU:
-        with pytest.raises(BackendUnavailable, match="backend='cuda': needs a CUDA device of compute capability 9.0"):
-            search_unions(plan, backend="cuda")
+        for window in (0, 64):
+            with pytest.raises(
+                BackendUnavailable, match="backend='cuda': needs a CUDA device of compute capability 9.0"
+            ):
+                prepare_unions(plan, regroup_queries(plan), backend="cuda")
+            with pytest.raises(
+                BackendUnavailable, match="backend='cuda': needs a CUDA device of compute capability 9.0"
+            ):
+                search_unions(replace(plan, regroup=window), backend="cuda")
 
 
 def test_what_the_kernel_refuses(hopper):
@@ -71,7 +76,8 @@ def test_what_the_kernel_refuses(hopper):
     assert "2112 pages" in kernel.refusal(replace(plan, capacity=4096))
     wide = replace(plan, pages=torch.zeros(1, 9, 1, 65, dtype=torch.int32))
     assert "65 pages a query" in kernel.refusal(wide)
-    assert "regroup=0" in kernel.refusal(replace(plan, regroup=0))
+    assert kernel.refusal(replace(plan, regroup=0)) is None, "an order that is there needs no window"
+    assert kernel.refusal(page_cases.make([(0, 40)], regroup=64).plan) == "no queries"
 
 
 @pytest.mark.skipif(GPU, reason="asks for the kernel where there is no GPU")
@@ -82,9 +88,9 @@ def test_auto_and_the_hopper_kernels_take_it_and_say_why_not(monkeypatch):
     monkeypatch.setattr(attention, "triton_refusal", lambda *call: lambda: "no Triton here")
     asked = []
 
-    def searched(plan):
-        asked.append(plan)
-        return search_unions(plan, backend="torch")
+    def searched(plan, ids=None):
+        asked.append(ids)
+        return search_unions(plan, backend="torch") if ids is None else prepare_unions(plan, ids, backend="torch")
 
     monkeypatch.setattr(kernel, "search_cuda", searched)
     one = page_cases.make([(20, 60)], regroup=64)
@@ -99,13 +105,16 @@ def test_auto_and_the_hopper_kernels_take_it_and_say_why_not(monkeypatch):
             assert torch.equal(out, want) and stats.regrouped
             fused = able and backend != "triton"
             assert len(asked) == fused == ran.counts["regroup", "cuda"] == ran.counts["union", "cuda"]
+            assert not any(ids is not None for ids in asked)
             told = ran.refused.get(("regroup", "cuda"))
             assert told == (None if able or backend == "triton" else "nvcc was not found")
-        # Nothing to search: neither asked nor told.
+        # Nothing to search: asked for the unions of the order that is there.
         asked.clear()
         with executed() as ran:
             page_attention(one.q, one.kv, one.planned(regroup=0).plan, scale=1.0, backend="hopper")
-        assert not asked and ("regroup", "cuda") not in ran.refused
+        assert [ids[0, :20].tolist() for ids in asked] == [list(range(20))] * able
+        assert ran.counts["union", "cuda"] == able and ran.counts["regroup", "cuda"] == 0
+        assert ("regroup", "cuda") not in ran.refused and (("union", "cuda") in ran.refused) is not able
 
 
 @pytest.fixture
