@@ -66,7 +66,11 @@ def _build_problem(device: torch.device) -> str | None:
 @cache
 def library() -> ctypes.CDLL:
     """The built kernel, see :func:`prefill_kernels.nvcc.build`."""
-    loaded = nvcc.build(SOURCE, "cuda")
+    return declared(nvcc.build(SOURCE, "cuda"))
+
+
+def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """A build of the source, with the types of its functions."""
     loaded.page_search_launch.argtypes = (
         [ctypes.c_void_p] * 9 + [ctypes.c_longlong] * 2 + [ctypes.c_int] * 8 + [ctypes.c_void_p]
     )
