@@ -6,7 +6,9 @@ and keeps what it is told to of the layers it is told to. :func:`save` writes on
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from prefill_kernels import BlockPlan, Capabilities, PagedKV, PagePlan, TileStats
 from prefill_kernels.bench.inputs import FORMAT
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -182,7 +185,7 @@ def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metada
         InputError: nothing was captured, or the file cannot be written.
     """
     if not captures:
-        raise InputError("layers", [], "layers that the run has; none was captured")
+        raise InputError("capture.layers", [], "layers that the run has; none was captured")
     tensors: dict[str, Tensor] = {}
     facts = dict(metadata)
     for layer, kept in sorted(captures.items()):
@@ -205,5 +208,21 @@ def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metada
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(plain, path, {**described, "format": FORMAT, "model": model, "scaling": json.dumps(scaling)})
+    except (OSError, SafetensorError) as error:  # the latter is that of safetensors' own writing
+        raise InputError("capture.out", str(path), f"a file that can be written to ({error})") from None
+
+
+def require_writable(folder: Path) -> None:
+    """Raise InputError unless files can be made in a directory, which need not be there yet; leaves nothing behind."""
+    made: list[Path] = []
+    try:
+        made = [one for one in (folder, *folder.parents) if not one.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise InputError("out", str(path), f"a file that can be written to ({error.strerror})") from None
+        raise InputError("capture.out", str(folder), f"a directory that can be written to ({error.strerror})") from None
+    finally:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.rmdir()

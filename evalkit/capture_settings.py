@@ -18,7 +18,7 @@ class CaptureConfig:
     Attributes:
         lengths: tokens of the windows, one file each.
         layers: layers to keep, of every length; none named = three, early to late.
-        layers_at: layers by length, in place of ``lengths`` and ``layers``.
+        layers_at: layers by length, in place of ``lengths`` and ``layers``; the command line adds to a set's.
         tensors: keep Q, K and V after RoPE.
         queries: keep the selected pages of the last queries alone, of a chunk that long; None = of all.
         corpus, text_field: as of the perplexity task; its first window is taken.
@@ -55,7 +55,8 @@ class CaptureConfig:
         if self.layers_at and self.layers:
             raise InputError("capture.layers", list(self.layers), "none where capture.layers_at names them by length")
         least = BLOCK if self.tensors else 16
-        _each("capture.lengths", list(self.wanted), least, f"token counts of at least {least}, each once")
+        lengths = "capture.layers_at" if self.layers_at else "capture.lengths"
+        _each(lengths, list(self.wanted), least, f"token counts of at least {least}, each once")
         _each("capture.layers", self.layers, 0, "layer numbers from 0, each once", empty=True)
         for length, layers in self.layers_at.items():
             _each("capture.layers_at", layers, 0, f"layer numbers from 0, each once, at {length} tokens")
@@ -66,7 +67,7 @@ class CaptureConfig:
             except InputError as error:  # settings of the perplexity task go by other names here
                 name = error.field.removeprefix("task.")
                 raise InputError(
-                    f"capture.{'lengths' if name == 'length' else name}", error.value, error.allowed
+                    lengths if name == "length" else f"capture.{name}", error.value, error.allowed
                 ) from None
         if not (self.tensors or selects):
             raise InputError("capture.tensors", False, "true, or method=<name>: nothing would be recorded")
@@ -74,6 +75,20 @@ class CaptureConfig:
             raise InputError("capture.queries", self.queries, "1 or more, or null")
         if self.device not in DEVICES:
             raise InputError("capture.device", self.device, near_matches(self.device, DEVICES))
+
+    def check_model(self, layers: int, name: str) -> None:
+        """Raise InputError where a named layer is none of a model's.
+
+        Args:
+            layers: how many it has.
+            name: its name.
+        """
+        allowed = f"below {layers}, the layers of {name}"
+        for length, wanted in self.layers_at.items():
+            if max(wanted) >= layers:
+                raise InputError("capture.layers_at", {length: list(wanted)}, allowed)
+        if max(self.layers, default=0) >= layers:
+            raise InputError("capture.layers", list(self.layers), allowed)
 
 
 def _each(field_name: str, values: Iterable[int], least: int, allowed: str, *, empty: bool = False) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from ..capture_settings import CaptureConfig
@@ -14,6 +18,7 @@ from ..config import ModelConfig, build, methods_registry
 from ..errors import InputError, near_matches
 from .single import require_given, run_single, section
 
+LAYERS_AT = re.compile(r"\+{0,2}capture\.layers_at(?:\.([^=]*))?=(.*)", re.DOTALL)
 TOP_LEVEL = ("model", "method", "set", "capture")
 
 HELP = """usage: evalkit capture [model=<name>] [method=<name>] [capture.lengths=[<tokens>]] [key=value ...]
@@ -25,6 +30,7 @@ also what it would select there. One file a length: <out>/<model>-<length>.safet
   sets    {sets}
 
 Settings: capture.layers capture.layers_at capture.tensors capture.queries capture.corpus capture.device capture.out
+  capture.layers_at={{8192:[2,20],32768:[20]}}   layers by length
   --cfg job     print the composed config and run nothing
 
 Then: evalkit bench attention inputs=<file>, or evalkit bench pageweaver 'captures=[<file>,...]'.
@@ -46,14 +52,70 @@ def run(argv: Sequence[str]) -> int:
         print(HELP.format(sets=", ".join(sets)))
         return 0
     command = shlex.join(["evalkit", "capture", *argv])
-    return run_single("evalkit capture", "capture", TOP_LEVEL, argv, lambda cfg: _capture(cfg, command))
+    return run_single(
+        "evalkit capture",
+        "capture",
+        TOP_LEVEL,
+        [with_lengths(item) for item in argv],
+        lambda cfg: _capture(cfg, command),
+    )
 
 
 def _capture(cfg: DictConfig, command: str) -> int:
     from ..bench.capture import launch
 
-    launch(request_from_config(cfg), command)
+    request = request_from_config(cfg)
+    check_run(request)
+    launch(request, command)
     return 0
+
+
+def with_lengths(item: str) -> str:
+    """An argument for ``capture.layers_at``, with or without a plus or a length, as Hydra takes it; others unchanged.
+
+    Its keys are in no schema: Hydra asks for a plus there, and takes what follows a dot for text.
+
+    Raises:
+        InputError: anything but layers by length.
+    """
+    match = LAYERS_AT.fullmatch(item)
+    if match is None:
+        return item
+    length, value = match.groups()
+    text = value if length is None else f"{{{length}:{value}}}"
+    given: Any = None  # also what cannot be parsed
+    try:
+        given = OverridesParser.create().parse_override(f"++capture.layers_at={text}").value()
+    except HydraException:
+        pass
+    if not isinstance(given, dict) or not all(type(key) is int and _numbers(layers) for key, layers in given.items()):
+        raise InputError("capture.layers_at", text, "layers by length, {<tokens>:[<layer>,<layer>],<tokens>:[<layer>]}")
+    return f"++capture.layers_at={text}"
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def check_run(request: Any) -> None:
+    """Check what the settings alone do not tell, before weights are loaded.
+
+    Args:
+        request: a validated :class:`evalkit.bench.capture.Request`.
+
+    Raises:
+        InputError: files cannot be written, a layer that the model does not have, or a model of an unsupported type.
+        MissingAsset: no such model.
+    """
+    from ..attention import check_supported
+    from ..capture import require_writable
+    from ..models import loading
+
+    require_writable(Path(request.capture.out).expanduser())
+    if any(request.capture.wanted.values()):
+        settings = loading.load_config(loading.locate(request.model), request.model)
+        check_supported(settings)
+        request.capture.check_model(settings.num_hidden_layers, request.model.name)
 
 
 def request_from_config(cfg: DictConfig) -> Any:

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prefill_kernels import Fp8KV, PagedKV, PagePlan, page_attention, resolve_backend
+from prefill_kernels import BackendUnavailable, Fp8KV, PagedKV, PagePlan, page_attention, resolve_backend
 from prefill_kernels.bench.command import open_rows
-from prefill_kernels.bench.config import WrongResult
+from prefill_kernels.bench.config import PAGE_BACKENDS, BenchError, WrongResult
 from prefill_kernels.bench.native import NativePath, flashinfer_problem, left_out
 from prefill_kernels.bench.page_inputs import Selection, captured_pages
 from prefill_kernels.bench.pages import kv_name
 from prefill_kernels.bench.paired import faster
 from prefill_kernels.bench.rows import Rows
 from prefill_kernels.fp8 import E4M3_MAX, to_e4m3
+from prefill_kernels.page_attention import resolve_page_backend
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3ForCausalLM
 from transformers.cache_utils import Cache
@@ -44,7 +45,7 @@ def launch(settings: PageModelBench, command: str) -> Path:
     """Run on the CUDA device; returns the file that was appended to.
 
     Raises:
-        BenchError: no CUDA device, or a file that cannot be used.
+        BenchError: no CUDA device, a file that cannot be used, or what :func:`run` refuses.
         WrongResult: two variants do not compute the same.
     """
     rows = open_rows(settings, command)
@@ -53,9 +54,14 @@ def launch(settings: PageModelBench, command: str) -> Path:
 
 
 def run(settings: PageModelBench, rows: Rows, device: torch.device) -> None:
-    """Measure every length, precision and variant; ``original`` first, which gains are over."""
+    """Measure every length, precision and variant; ``original`` first, which gains are over.
+
+    Raises:
+        BenchError: captures, lengths or a backend that cannot be used; the model is not built.
+    """
+    replayed = replays(settings)
+    check_backend(settings, next(iter(replayed.values()))[0].page_size, device)
     model = build(settings, device)
-    found = [one for path in settings.captures for one in captured_pages(path)]
     names = [name for name in ("original", *settings.variants) if name in settings.variants]
     names = list(dict.fromkeys(names))
     if (problem := flashinfer_problem()) is not None:
@@ -63,14 +69,70 @@ def run(settings: PageModelBench, rows: Rows, device: torch.device) -> None:
             left_out(name, RuntimeError(problem))
         names = [name for name in names if not name.startswith("flashinfer")]
     for tokens in settings.lengths:
-        selections = [one for one in found if one.kv_len == tokens and len(one.positions) == tokens]
-        if not selections:
-            left_out(f"{tokens} tokens", ValueError("no capture holds the pages of all queries of that length"))
-            continue
         generator = torch.Generator().manual_seed(settings.seed)
         ids = torch.randint(0, settings.vocab, (1, tokens), generator=generator).to(device)
         for kv_dtype in settings.kv_dtypes:
-            _measure(settings, rows, model, ids, selections, kv_dtype, names)
+            _measure(settings, rows, model, ids, replayed[tokens], kv_dtype, names)
+
+
+def replays(settings: PageModelBench) -> dict[int, list[Selection]]:
+    """Captured heads with the pages of all their queries, by length; each of ``settings.lengths`` is there.
+
+    Raises:
+        BenchError: a file that cannot be read, files of different page sizes, or a length that no file holds whole.
+    """
+    found = {path: captured_pages(path) for path in settings.captures}
+    sizes = {path: one.page_size for path, heads in found.items() for one in heads}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise BenchError("captures", list(settings.captures), f"files of one page size; {each}")
+    whole: dict[int, list[Selection]] = {}
+    for one in (one for heads in found.values() for one in heads if len(one.positions) == one.kv_len):
+        whole.setdefault(one.kv_len, []).append(one)
+    for tokens in settings.lengths:
+        if tokens not in whole:
+            held = ", ".join(map(str, sorted(whole))) or "none"
+            raise BenchError("lengths", tokens, f"a length of which a capture holds the pages of all queries: {held}")
+    return whole
+
+
+def check_backend(settings: PageModelBench, page_size: int, device: torch.device) -> None:
+    """Raise BenchError unless the backend runs attention of this model in every precision."""
+    backend = resolved(settings, device)
+    reasons = {kv_dtype: _problem(settings, backend, kv_dtype, page_size, device) for kv_dtype in settings.kv_dtypes}
+    refused = {kv_dtype: reason for kv_dtype, reason in reasons.items() if reason is not None}
+    if not refused:
+        return
+    kv_dtype, reason = next(iter(refused.items()))
+    rest = [
+        name
+        for name in PAGE_BACKENDS
+        if all(_problem(settings, name, each, page_size, device) is None for each in settings.kv_dtypes)
+    ]
+    kept = [each for each in settings.kv_dtypes if each not in refused]
+    either = f", or kv_dtypes=[{','.join(kept)}]" if kept else ""
+    raise BenchError(
+        "backend", settings.backend, f"{backend} cannot run kv_dtypes={kv_dtype} ({reason}); {', '.join(rest)}{either}"
+    )
+
+
+def resolved(settings: PageModelBench, device: torch.device) -> str:
+    """The backend that ``auto`` stands for on a device, or the one that was named."""
+    return resolve_backend("auto", device, torch.bfloat16) if settings.backend == "auto" else settings.backend
+
+
+def _problem(settings: PageModelBench, backend: str, kv_dtype: str, page_size: int, device: torch.device) -> str | None:
+    """Why a backend cannot run one query of this model on its own cache, or None."""
+    cache = PageCache(1, settings.kv_heads, page_size, page_size, device, kv_dtype, turned=True)
+    one = torch.zeros(1, settings.kv_heads, 1, settings.dim, dtype=torch.bfloat16, device=device)
+    kv: Any = cache.update(one, one, 0)[0]  # Cache itself says Tensor
+    q = one.new_zeros(1, 1, settings.heads, settings.dim).transpose(1, 2)
+    ids = torch.zeros(1, 1, settings.kv_heads, 1, dtype=torch.int32, device=device)
+    try:
+        resolve_page_backend(q, kv, PagePlan.for_prompt(ids, page_size, 0, 1, kv_dtype=kv_dtype), backend)
+    except BackendUnavailable as error:
+        return str(error).partition(": ")[2]
+    return None
 
 
 def _measure(
@@ -169,9 +231,7 @@ class PageForward:
         self.model, self.variant, self.kv_dtype = model, variant, kv_dtype
         self.page_size, self.chunk = selections[0].page_size, settings.chunk or tokens
         self.window = int(variant.removeprefix("online_")) if variant.startswith("online_") else 0
-        self.backend = settings.backend
-        if self.backend == "auto":
-            self.backend = resolve_backend("auto", model.device, torch.bfloat16)
+        self.backend = resolved(settings, model.device)
         self.native, self.native_path = variant.startswith("flashinfer"), settings.native_backend
         self.cache = PageCache(
             settings.layers, settings.kv_heads, tokens, self.page_size, model.device, kv_dtype, turned=not self.native
@@ -182,6 +242,8 @@ class PageForward:
         for first in each:
             if first not in made:
                 rows = [selections[(first + head) % len(selections)].pages for head in range(heads)]
+                width = max(row.shape[1] for row in rows)  # captures may differ in it
+                rows = [torch.nn.functional.pad(row, (0, width - row.shape[1]), value=-1) for row in rows]
                 made[first] = torch.stack(rows, 1)[None].to(model.device)
         self.which = each
         self.pages = made
@@ -221,12 +283,15 @@ class PageForward:
             kv_dtype=self.kv_dtype,
         )
         if self.native:
-            return self._native(plan, which, offset, q, k, scaling).transpose(1, 2), None
+            return self._native(plan, which, offset, q, k, scaling), None
         out, _counts = page_attention(q, k, plan, scale=scaling, backend=self.backend, stats=False)
         return out.transpose(1, 2), None
 
     def _native(self, plan: PagePlan, which: int, offset: int, q: Tensor, kv: PagedKV | Fp8KV, scale: float) -> Tensor:
-        """One call a KV head: its requests list pages of its own."""
+        """One call a KV head, whose requests list pages of its own; returns [1, N, Hq, d], contiguous.
+
+        That is the layout in which FlashInfer writes and the model reads: one KV head is not copied, several are once.
+        """
         group, outputs = q.shape[1] // kv.num_kv_heads, []
         for head in range(kv.num_kv_heads):
             key = (which, offset, head)
@@ -238,8 +303,9 @@ class PageForward:
                 self._paths[key].replan()
             mine = slice(head, head + 1)
             rows = q[:, head * group : (head + 1) * group]
-            outputs.append(self._paths[key](rows, kv.k_pages[:, :, mine], kv.v_pages[:, :, mine]))
-        return torch.cat(outputs, 1)
+            out = self._paths[key](rows, kv.k_pages[:, :, mine], kv.v_pages[:, :, mine])
+            outputs.append(out.transpose(1, 2))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 class Fp8Layer(PagedLayer):

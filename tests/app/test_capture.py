@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from evalkit import cli
 from evalkit.attention import Session
 from evalkit.bench import capture
 from evalkit.bench.capture import Request, check_overlap, record
-from evalkit.capture import Recorder, save
+from evalkit.capture import Recorder, require_writable, save
 from evalkit.capture_settings import CaptureConfig
 from evalkit.config import ModelConfig
 from evalkit.errors import InputError, IntegrityError
@@ -23,6 +24,7 @@ from evalkit.methods import METHODS
 from evalkit.methods.cosa import CoSA, Select
 from evalkit.methods.dense import Dense
 from evalkit.methods.pageweaver import PageWeaver
+from evalkit.models import loading
 
 TOY = ModelConfig("toy", 4096, path="x/y")
 METHOD = PageWeaver(page_size=32, top_k=4)
@@ -30,8 +32,11 @@ METHOD = PageWeaver(page_size=32, top_k=4)
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Requests and commands that would have been run."""
+    """Requests and commands that would have been run, of a model with 30 layers."""
     calls = []
+    monkeypatch.setattr(loading, "locate", lambda model: None)
+    config = types.SimpleNamespace(model_type="qwen3", num_hidden_layers=30)
+    monkeypatch.setattr(loading, "load_config", lambda source, model: config)
     monkeypatch.setattr(capture, "launch", lambda request, command: calls.append((request, command)))
     monkeypatch.chdir(tmp_path)
     return calls
@@ -79,6 +84,17 @@ def test_the_named_set_is_two_two_and_five(launched):
     assert request.method == PageWeaver() and not request.capture.tensors and request.capture.queries is None
 
 
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_layers_by_length_are_given_without_a_plus(launched, plus):
+    given = [f"{plus}capture.layers_at={{256:[1],512:[2,29]}}", f"{plus}capture.layers_at.1024=[3]"]
+    assert cli.main(["capture", *given]) == 0
+    assert cli.main(["capture", "set=pageweaver", f"{plus}capture.layers_at={{8192:[3]}}"]) == 0
+    (first, command), (second, _) = launched
+    assert first.capture.wanted == {256: (1,), 512: (2, 29), 1024: (3,)}
+    assert command.count(f"{plus}capture.layers_at") == 2 and "++++" not in command, "as it was typed"
+    assert second.capture.wanted == {8192: (3,), 32768: (8, 22), 65536: (2, 8, 14, 20, 26)}
+
+
 def test_help_names_the_sets(capsys):
     assert cli.main(["capture", "--help"]) == 0
     assert "sets    pageweaver" in capsys.readouterr().out
@@ -92,6 +108,15 @@ REFUSED = {
     "short": (["capture.lengths=[100]"], "capture.lengths=[100]: token counts of at least 128, each once"),
     "corpus": (["capture.corpus=esays"], "capture.corpus='esays': did you mean essays?"),
     "layers": (["capture.layers=[1,1]"], "capture.layers=[1, 1]: layer numbers from 0, each once"),
+    "layer": (["capture.layers=[3,30]"], "capture.layers=[3, 30]: below 30, the layers of smollm2"),
+    "one layer": (["capture.layers_at={256:[1],512:[99]}"], "capture.layers_at={512: [99]}: below 30, the layers of"),
+    "no length": (["capture.layers_at.early=[1]"], "capture.layers_at='{early:[1]}': layers by length, {<tokens>:["),
+    "no mapping": (["capture.layers_at=[1]"], "capture.layers_at='[1]': layers by length, {<tokens>:["),
+    "no list": (["+capture.layers_at={256:1}"], "capture.layers_at='{256:1}': layers by length, {<tokens>:["),
+    "no end": (["capture.layers_at={256:[1]"], "capture.layers_at='{256:[1]': layers by length, {<tokens>:["),
+    "short at": (["capture.layers_at={100:[1]}"], "capture.layers_at=[100]: token counts of at least 128, each once"),
+    "long at": (["capture.layers_at={9000:[1]}"], "capture.layers_at=9000: model smollm2 supports at most 8192"),
+    "out": (["capture.out=/proc/nowhere"], "capture.out='/proc/nowhere': a directory that can be written to (No such"),
     "both": (["set=pageweaver", "capture.layers=[1]"], "capture.layers=[1]: none where capture.layers_at"),
     "nothing": (["capture.tensors=false"], "capture.tensors=False: true, or method=<name>"),
     "queries": (["method=pageweaver", "capture.queries=0"], "capture.queries=0: 1 or more, or null"),
@@ -108,6 +133,31 @@ def test_bad_input_is_one_line_and_runs_nothing(launched, capsys, case):
     lines = [line for line in (output.out + output.err).splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith(f"evalkit: {message}"), lines
     assert launched == []
+
+
+def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
+    (tmp_path / "kept").mkdir()
+    for name in ("kept", "new/below", "."):
+        require_writable(tmp_path / name)
+    assert [item.name for item in tmp_path.iterdir()] == ["kept"] and not any((tmp_path / "kept").iterdir())
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below", "n" * 300):
+        with pytest.raises(InputError, match=r"capture.out='.*(file|nnn).*': a directory that can be written to"):
+            require_writable(tmp_path / name)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "kept"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    request = Request(TOY, CaptureConfig(tensors=False), METHOD)
+    found = record(request, build(), (1,), prompt(50))
+    (tmp_path / "c.safetensors").mkdir()  # safetensors' own error, which is no OSError
+    with pytest.raises(InputError, match=r"capture.out='.*c.safetensors': a file that can be written to"):
+        save(found.captures, tmp_path / "c.safetensors", model="toy", metadata={"tokens": 50})
+
+
+def test_the_model_is_asked_only_where_layers_are_named(launched, monkeypatch):
+    monkeypatch.setattr(loading, "locate", lambda model: pytest.fail("located"))
+    assert cli.main(["capture"]) == 0 and len(launched) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- recordings

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefill_kernels import attend_pages, page_attention
+from prefill_kernels import BackendUnavailable, attend_pages, page_attention
 from prefill_kernels.bench import Rows, native
-from prefill_kernels.bench.config import WrongResult
+from prefill_kernels.bench.config import BenchError, WrongResult
 
 from evalkit.attention import Session
 from evalkit.bench import pageweaver_model, ttft
@@ -32,15 +32,20 @@ TINY = PageModelBench(
 )  # fmt: skip
 
 
+def captured(path, *, page_size=32, top_k=5, queries=None):
+    """Write a capture of two layers with two KV heads each, of 512 tokens."""
+    ids = torch.randint(0, 99, (512,), generator=torch.Generator().manual_seed(2)).tolist()
+    method = PageWeaver(page_size=page_size, top_k=top_k)
+    request = Request(ModelConfig("toy", 4096, path="x/y"), CaptureConfig(tensors=False, queries=queries), method)
+    found = record(request, build(TINY, CPU), (0, 1), ids)
+    save(found.captures, path, model="toy", metadata={"tokens": 512})
+    return str(path)
+
+
 @pytest.fixture
 def settings(tmp_path):
-    """Settings with a capture of two layers with two KV heads each, of 512 tokens."""
-    ids = torch.randint(0, 99, (512,), generator=torch.Generator().manual_seed(2)).tolist()
-    method = PageWeaver(page_size=32, top_k=5)
-    request = Request(ModelConfig("toy", 4096, path="x/y"), CaptureConfig(tensors=False), method)
-    found = record(request, build(TINY, CPU), (0, 1), ids)
-    path = tmp_path / "toy.safetensors"
-    save(found.captures, path, model="toy", metadata={"tokens": 512})
+    """Settings with a capture of 512 tokens."""
+    path = captured(tmp_path / "toy.safetensors")
     made = replace(TINY, captures=(str(path),))
     made.validate()
     return made
@@ -190,7 +195,139 @@ def test_variants_that_do_not_agree_stop_it(settings, tmp_path, monkeypatch):
         pageweaver_model.run(settings, rows(tmp_path), CPU)
 
 
-def test_a_length_without_all_its_queries_is_left_out(settings, tmp_path, capsys):
-    out = rows(tmp_path)
-    pageweaver_model.run(replace(settings, lengths=(1024,)), out, CPU)
-    assert "1024 tokens: left out" in capsys.readouterr().err and read(out.path) == {}
+# ---------------------------------------------------------------------------------- refused before the model is built
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """The message under which settings are refused; the model may not be built."""
+    monkeypatch.setattr(pageweaver_model, "build", lambda *_: pytest.fail("the model was built"))
+
+    def run(settings):
+        with pytest.raises(BenchError) as caught:
+            pageweaver_model.run(settings, rows(tmp_path), CPU)
+        return str(caught.value)
+
+    return run
+
+
+def test_captures_are_read_first(settings, tmp_path, refused):
+    (tmp_path / "bad.safetensors").write_text("nothing")
+    settings = replace(settings, captures=(*settings.captures, str(tmp_path / "bad.safetensors")))
+    assert refused(settings).startswith(f"captures='{tmp_path}/bad.safetensors': a readable capture")
+
+
+def test_a_length_without_all_its_queries_is_refused(settings, tmp_path, refused):
+    allowed = "a length of which a capture holds the pages of all queries"
+    assert refused(replace(settings, lengths=(512, 1024))) == f"lengths=1024: {allowed}: 512"
+    last = captured(tmp_path / "last.safetensors", queries=100)
+    assert refused(replace(settings, captures=(last,))) == f"lengths=512: {allowed}: none"
+
+
+def test_captures_of_two_page_sizes_are_refused(settings, tmp_path, refused):
+    (first,) = settings.captures
+    other = captured(tmp_path / "other.safetensors", page_size=64)
+    message = refused(replace(settings, captures=(first, other)))
+    assert message == f"captures={[first, other]}: files of one page size; {first} has 32, {other} has 64"
+
+
+def test_a_backend_that_cannot_run_here_is_refused(settings, refused):
+    message = refused(replace(settings, backend="hopper"))
+    assert message.startswith("backend='hopper': hopper cannot run kv_dtypes=model (tensors on cpu: needs a CUDA")
+    assert message.split("); ")[-1].split(", ")[0] == "torch" and "kv_dtypes=[" not in message
+
+
+def test_a_backend_for_one_precision_is_refused_with_both(settings, monkeypatch, refused):
+    asked = []
+
+    def resolve(q, kv, plan, backend):
+        fp8 = hasattr(kv, "k_scale")
+        asked.append((tuple(q.shape), tuple(kv.k_pages.shape), plan.page_size, fp8))
+        if backend == "cluster" and not fp8:
+            raise BackendUnavailable("backend='cluster': runs FP8 pages alone: kv_dtype=fp8")
+        if backend == "hopper":
+            raise BackendUnavailable("backend='hopper': no")
+        return backend
+
+    monkeypatch.setattr(pageweaver_model, "resolve_page_backend", resolve)
+    message = refused(replace(settings, backend="cluster"))
+    reason = "cluster cannot run kv_dtypes=model (runs FP8 pages alone: kv_dtype=fp8)"
+    assert message == f"backend='cluster': {reason}; torch, triton, or kv_dtypes=[fp8]"
+    assert asked[:2] == [((1, 4, 1, 16), (1, 32, 2, 16), 32, fp8) for fp8 in (False, True)], "the model's own shape"
+    pageweaver_model.check_backend(replace(settings, backend="cluster", kv_dtypes=("fp8",)), 32, CPU)
+
+
+# ---------------------------------------------------------------------------------- FlashInfer, for what it is
+class Wrapper:
+    """FlashInfer's decode wrapper: writes ones, and lists its plans and its outputs."""
+
+    plans: list
+    outputs: list
+
+    def __init__(self, workspace, layout, **_):
+        pass
+
+    def plan(self, *_, **__):
+        self.plans.append(self)
+
+    def run(self, rows, kv, **_):
+        self.outputs.append(torch.ones_like(rows))
+        return self.outputs[-1]
+
+
+@pytest.fixture
+def wrapper(monkeypatch):
+    made = type("Made", (Wrapper,), {"plans": [], "outputs": []})
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=made))
+    monkeypatch.setattr(native, "WORKSPACE", 16)
+    native._workspace.cache_clear()
+    yield made
+    native._workspace.cache_clear()
+
+
+def forward_of(settings, variant, *, kv_heads=2):
+    settings = replace(settings, kv_heads=kv_heads)
+    whole = pageweaver_model.replays(settings)[512]
+    return pageweaver_model.PageForward(settings, build(settings, CPU), variant, "model", whole, 512)
+
+
+def prompt():
+    return torch.randint(0, 99, (1, 512), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_native_output_is_not_copied_on_its_way_to_the_model(settings, wrapper, monkeypatch, kv_heads):
+    forward, seen = forward_of(settings, "flashinfer", kv_heads=kv_heads), []
+    attend = pageweaver_model.PageForward._attend
+
+    def spied(self, *args, **kwargs):
+        out, _ = attend(self, *args, **kwargs)
+        seen.append(out)
+        return out, None
+
+    monkeypatch.setattr(pageweaver_model.PageForward, "_attend", spied)
+    forward(prompt())
+    assert len(seen) == 3 * 2 and len(wrapper.outputs) == len(seen) * kv_heads
+    for i, out in enumerate(seen):
+        assert out.shape == (1, 256, 4, 16)
+        assert out.reshape(1, 256, -1).data_ptr() == out.data_ptr(), "the model's reshape copies nothing"
+        if kv_heads == 1:
+            assert out.data_ptr() == wrapper.outputs[i].data_ptr(), "nor is it copied before"
+
+
+@pytest.mark.parametrize("variant,again", [("flashinfer", 0), ("flashinfer_replan", 1)])
+def test_replanning_is_in_every_call_of_its_variant_alone(settings, wrapper, variant, again):
+    forward = forward_of(settings, variant)
+    forward(prompt())
+    distinct, calls = 2 * 2 * 2, 3 * 2 * 2  # pairs of captured heads (layers), KV heads, chunks
+    first = distinct + again * (calls - distinct)
+    assert len(wrapper.plans) == first and len(set(map(id, wrapper.plans))) == distinct
+    for done in (1, 2):  # what is timed
+        forward(prompt())
+        assert len(wrapper.plans) == first + done * again * calls and len(wrapper.outputs) == (1 + done) * calls
+
+
+def test_heads_of_different_widths_are_replayed_together(settings, tmp_path):
+    (first,) = settings.captures
+    wide = captured(tmp_path / "wide.safetensors", top_k=7)
+    forward = forward_of(replace(settings, captures=(first, wide), layers=8, heads=3), "original", kv_heads=3)
+    mixed = forward.pages[3][0]  # heads 3 (the narrow file's last), 4 and 5
+    assert mixed.shape == (512, 3, 7) and bool((mixed[:, 0, 5:] == -1).all()) and bool((mixed[-1, 1:] >= 0).all())
