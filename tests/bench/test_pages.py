@@ -22,15 +22,23 @@ from prefill_kernels import (
     union_attention,
 )
 from prefill_kernels.bench import PageBench, native, pages, paired, planned
-from prefill_kernels.bench.config import BenchError, WrongResult
-from prefill_kernels.bench.page_inputs import Selection, overlap, page_inputs, synthetic_pages
+from prefill_kernels.bench.config import NATIVE_PATHS, BenchError, WrongResult
+from prefill_kernels.bench.page_inputs import (
+    Selection,
+    captured_pages,
+    overlap,
+    page_inputs,
+    searched_pages,
+    synthetic_pages,
+)
 from safetensors.torch import save_file
 
 from evalkit.bench import attention
 from evalkit.bench.settings import MethodsBench
 
 CPU = torch.device("cpu")
-regroup = importlib.import_module("prefill_kernels.regroup")
+bench_inputs = importlib.import_module("prefill_kernels.bench.page_inputs")
+regroup, unions = (importlib.import_module(f"prefill_kernels.{name}") for name in ("regroup", "unions"))
 SMALL = PageBench(
     lengths=(2048,), captures=(), named=("700/3", "700/5"), queries=200, heads=16, dim=16, windows=(64,),
     shared=(0.0, 1.0), clusters=4, page_size=32, top_k=5, rounds=1, capacity_lengths=(),
@@ -94,13 +102,22 @@ def test_rows_of_a_capture_and_their_geometric_mean(bench, capture):
     assert mean == {"gain": -1}, "no FlashInfer here"
 
 
+def test_without_named_captures_there_is_no_geometric_mean(bench, capture):
+    settings = replace(SMALL, captures=(str(capture),), shared=(), kv_dtypes=("model",), named=(), kv_union=False)
+    settings.validate()
+    pages.run(settings, bench)
+    assert {key[1] for key in read(bench)} == {"700"}
+    for wrong in (("8192",), ("700/3", "700/3")):
+        with pytest.raises(BenchError, match="named=.*captures as <tokens>/<layer>, or none for no geometric mean"):
+            replace(settings, named=wrong).validate()
+
+
 def test_counts_are_those_of_the_unions(bench, capture):
-    selection = pages.captured_pages(capture, 1)[0].last(200)
+    selection = captured_pages(capture, 1)[0].last(200)
     case = pages.case_of(SMALL, bench, selection, "model", {})
     bench.shape = None
     plan = case.plan(64)
-    unions = pages.prepare_unions(plan, pages.regroup_queries(plan))
-    counts = pages.count(unions)
+    counts = pages.count(pages.prepare_unions(plan, pages.regroup_queries(plan)))
     _, stats = page_attention(case.first.q, case.first.kv, plan, scale=case.first.scale)
     assert counts == pages.Counts(
         int(stats.member_pages.sum()), int(stats.union_pages.sum()), int(stats.half_pages.sum()),
@@ -122,7 +139,7 @@ def test_a_wrong_result_is_not_timed(bench, capture, monkeypatch, kv_dtype):
 
 
 def test_dense_output_fails_the_check(bench, capture):
-    selection = pages.captured_pages(capture, 0)[0].last(200)
+    selection = captured_pages(capture, 0)[0].last(200)
     case = pages.case_of(SMALL, bench, selection, "model", {})
     every = torch.arange(22, dtype=torch.int32).expand(200, -1).contiguous()
     dense = replace(selection, pages=every).plan(CPU)
@@ -255,10 +272,8 @@ def test_the_fastest_native_path_of_each_precision_is_compared(bench, capture, f
 
     monkeypatch.setattr(pages, "NativePath", Named)
     bench.timed = Clock(TIMES, 1.5)
-    names = (*PageBench().native_backends, "decode:fa3-fp8q")
-    settings = replace(
-        SMALL, captures=(str(capture),), shared=(), kv_union=False, native_backends=names, named=("700/3",), kv_head=0
-    )
+    assert SMALL.native_backends == NATIVE_PATHS, "FP8 queries are in the default search"
+    settings = replace(SMALL, captures=(str(capture),), shared=(), kv_union=False, named=("700/3",), kv_head=0)
     settings.validate()
     pages.run(settings, bench)
     told = capsys.readouterr().err
@@ -334,10 +349,75 @@ def test_the_search_is_within_every_timed_online_call(bench, capture, monkeypatc
     monkeypatch.setattr(regroup, "_regroup_torch", counted)
     bench.timed = timed
     settings = replace(SMALL, kv_dtypes=("model",), rounds=2)
-    selection = pages.captured_pages(capture, 0)[0].last(200)
+    selection = captured_pages(capture, 0)[0].last(200)
     pages.measure_paths(settings, pages.case_of(settings, bench, selection, "model", {}), "torch")
     # Original, precomputed, online, and the attention of both orders; three runs each, two rounds.
     assert runs[5] == 2 * (3 * [0] + 3 * [0] + 3 * [1] + 6 * [0])
+
+
+def test_unions_are_prepared_within_every_timed_call(bench, capture, monkeypatch):
+    prepared, runs = [0], {}
+    prepare = unions._unions_torch
+
+    def counted(plan, ids):
+        prepared[0] += 1
+        return prepare(plan, ids)
+
+    def timed(calls):
+        for call in calls:
+            before = prepared[0]
+            call()
+            runs.setdefault(len(calls), []).append(prepared[0] - before)
+        return [1.0] * len(calls)
+
+    monkeypatch.setattr(unions, "_unions_torch", counted)
+    bench.timed = timed
+    settings = replace(SMALL, kv_dtypes=("model",), rounds=2)
+    selection = captured_pages(capture, 0)[0].last(200)
+    pages.measure_paths(settings, pages.case_of(settings, bench, selection, "model", {}), "torch")
+    # Original, precomputed and online order each prepare their own; the attention of both orders prepares none.
+    assert runs[5] == 2 * [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("kv_dtype", "allowed", "refused"), [("model", 0.008, 0.012), ("fp8", 0.04, 0.06)])
+def test_how_far_from_float32_a_result_may_be(bench, capture, kv_dtype, allowed, refused):
+    selection = captured_pages(capture, 0)[0].last(200)
+    case = pages.case_of(SMALL, bench, selection, kv_dtype, {})
+    exact = attend_pages(case.first.q.float(), case.caches[0], case.plan(), case.first.scale)
+    errors = pages.check_pages("near", case, case.plan(), exact * (1 + allowed))
+    assert errors["rel_err"] == pytest.approx(allowed, rel=1e-3)
+    with pytest.raises(WrongResult, match="far: 0.0.* away from float32"):
+        pages.check_pages("far", case, case.plan(), exact * (1 + refused))
+
+
+@pytest.mark.parametrize(("l2", "count"), [(1, 1), (1000, 1), (1001, 2), (3999, 4), (4001, 5)])
+def test_inputs_taken_in_turn_are_together_as_large_as_the_cache(monkeypatch, l2, count):
+    """On a CUDA device; tensors there are pretended. One input has 200 + 300 + 500 bytes."""
+
+    def on_a_gpu(numel, size):
+        return types.SimpleNamespace(
+            numel=lambda: numel, element_size=lambda: size, device=types.SimpleNamespace(type="cuda")
+        )
+
+    one = types.SimpleNamespace(
+        q=on_a_gpu(100, 2), kv=types.SimpleNamespace(k_pages=on_a_gpu(75, 4), v_pages=on_a_gpu(500, 1))
+    )
+    monkeypatch.setattr(bench_inputs, "L2_BYTES", l2)
+    assert bench_inputs.rotation(one) == count
+    one.q.device.type = "cpu"
+    assert bench_inputs.rotation(one) == 1
+
+
+def test_every_input_of_the_rotation_is_another_and_called(bench, capture, monkeypatch):
+    monkeypatch.setattr(pages, "rotation", lambda one: 3)
+    calls = []
+    bench.timed = lambda given: calls.append(len(given)) or [1.0] * len(given)
+    settings = replace(SMALL, kv_dtypes=("fp8",), host=False)
+    case = pages.case_of(settings, bench, captured_pages(capture, 0)[0].last(200), "fp8", {})
+    assert len({float(one.q.float().sum()) for one in case.inputs}) == len(case.caches) == 3
+    assert len({float(kv.k_pages.float().sum()) for kv in case.caches}) == 3
+    pages.measure_paths(settings, case, "torch")
+    assert calls[-1] == 3 * 5, "three paths and the attention of two orders, on each input"
 
 
 def test_gains_are_paired_by_round(bench, capture):
@@ -353,7 +433,7 @@ def test_gains_are_paired_by_round(bench, capture):
 
     bench.timed = timed
     settings = replace(SMALL, kv_dtypes=("model",), rounds=7, host=False)
-    selection = pages.captured_pages(capture, 0)[0].last(200)
+    selection = captured_pages(capture, 0)[0].last(200)
     case = pages.case_of(settings, bench, selection, "model", {"model": 3.0})
     found = pages.measure_paths(settings, case, "torch")["online_64"]
     assert found["gain"] == pytest.approx(0.05), "drift of the device, and one bad round, leave it"
@@ -421,21 +501,59 @@ def test_synthetic_overlap_is_what_was_asked_for():
         synthetic_pages(512, 300, page_size=32, top_k=8, shared=0.0, cluster=8, seed=1)
 
 
+def test_overlap_counts_pages_that_causality_lets_a_query_see():
+    """Eight queries of page 0 that name every page, then one of page 3 that names three of them and none."""
+    ids = torch.tensor([[0, 1, 2, 3]] * 8 + [[-1, 1, 3, 1]], dtype=torch.int32)[:, None]
+    positions = torch.tensor([*range(8), 100], dtype=torch.int32)
+    found = overlap(ids, positions, 32)
+    assert (found.support, found.union, found.distinct) == (pytest.approx((8 * 1 + 2) / 9), (1 + 2) / 2, 3)
+
+
 def test_the_sweep_ends_with_the_overlap_at_which_the_gain_begins(bench, monkeypatch):
-    gains = iter([-0.1, 0.3])
+    """Unions are those of the ids; a call takes as long as they are, and a search 2 % of it."""
+    points = []
 
     def measured(settings, case, backend):
-        gain = next(gains)
-        return {
-            "original": {"ms": 1.0, "mean_union": 30.0},
-            "online_64": {"gain": gain, "mean_union": 27.0 if gain < 0 else 15.0},
-        }
+        assert not settings.host
+        found = {}
+        for name, window in (("original", 0), ("online_64", 64)):
+            plan = case.plan(window)
+            counts = pages.count(pages.prepare_unions(plan, pages.regroup_queries(plan)))
+            found[name] = {"mean_union": counts.unions / counts.groups}
+        reduction = 1 - found["online_64"]["mean_union"] / found["original"]["mean_union"]
+        found["online_64"]["gain"] = reduction - 0.02
+        points.append((case.selection.name, reduction))
+        return found
 
     monkeypatch.setattr(pages, "measure_paths", measured)
     pages.run(replace(SMALL, kv_dtypes=("model",)), bench)
+    ((searched, nothing), (first, least), (last, most)) = points
+    assert (searched, first, last) == ("shared 0 in the order of a search", "shared 0", "shared 1")
+    assert nothing == 0 and 0.02 < least < most, "drawn at random, ids overlap enough for a gain"
     ((key, row),) = read(bench).items()
     assert key == ("break_even_online_64", "2048", "synthetic ids, 4 clusters, bf16 KV, torch")
-    assert row == {"union_reduction": pytest.approx(0.1 + 0.4 * 0.1 / 0.4)}
+    assert row == {"union_reduction": pytest.approx(0.02, rel=1e-4)}
+
+
+def test_without_windows_there_is_no_curve(bench):
+    pages.run(replace(SMALL, windows=(), kv_dtypes=("model",)), bench)
+    names = {setting.partition(",")[0] + setting.split(",")[1] for _, _, setting in read(bench)}
+    assert names == {f"synthetic ids 4 clusters shared {share}" for share in (0, 1)}
+
+
+@pytest.mark.parametrize("window", [64, 128])
+def test_regrouping_leaves_pages_in_the_order_of_a_search(window):
+    """Pages are shorter than windows and queries begin within a page, so that own pages differ in a window."""
+    drawn = synthetic_pages(20_010, 300, page_size=32, top_k=8, shared=0.3, cluster=8, seed=1)
+    made = searched_pages(drawn, 128)
+    assert len(made.pages) == 300 and made.positions is drawn.positions
+    assert (made.pages >= 0).all() and (made.pages <= (made.positions // 32)[:, None]).all(), "causal"
+    for begin in (0, 128, 256):
+        inner = [sorted(map(tuple, one.pages[begin : begin + 128, :-1].tolist())) for one in (drawn, made)]
+        assert inner[0] == inner[1], "the same pages, moved within a window"
+    plan = replace(made.plan(CPU, regroup=window), capacity=640)
+    assert torch.equal(pages.regroup_queries(plan), pages.regroup_queries(made.plan(CPU)))
+    assert not torch.equal(made.pages[:, :-1], drawn.pages[:, :-1])
 
 
 def test_break_even_between_points_or_nowhere():

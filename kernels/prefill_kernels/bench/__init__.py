@@ -7,6 +7,7 @@
 * :mod:`.planned`: the whole call of any method,
 * :mod:`.kernel` and :mod:`.attention`: what is measured at each length,
 * :mod:`.pages`: PageWeaver's call on page ids of :mod:`.page_inputs`, beside FlashInfer's in :mod:`.native`,
+* :mod:`.captures`: files of page ids, checked; :mod:`.fp8_error`: FP8 on the Q, K and V of those that hold them,
 * :mod:`.rows`: one number a row, appended to a CSV file as it comes.
 
 TF/s count executed products: 4 * 128 * 128 * d for a computed block, half of that for a skipped one, the causal half

@@ -52,7 +52,7 @@ def settings_from(cls: type[T], options: argparse.Namespace) -> T:
 
 
 def launch(settings: KernelBench | AttentionBench | PageBench, command: str) -> Path:
-    """Run a benchmark on the CUDA device.
+    """Run a benchmark on the CUDA device; ``fp8_error_only`` runs on a CPU where there is none.
 
     Args:
         settings: validated settings.
@@ -65,6 +65,8 @@ def launch(settings: KernelBench | AttentionBench | PageBench, command: str) -> 
         BenchError: no CUDA device, no Triton, or a file that cannot be used.
         WrongResult: a kernel does not compute what it should; nothing was timed of it.
     """
+    if isinstance(settings, PageBench) and settings.fp8_error_only:
+        return _fp8_error(settings, command)
     bench = device_bench(settings, command)
     if isinstance(settings, KernelBench):
         from .kernel import run as run_kernel
@@ -79,6 +81,18 @@ def launch(settings: KernelBench | AttentionBench | PageBench, command: str) -> 
 
         run_attention(settings, bench)
     return bench.rows.path
+
+
+def _fp8_error(settings: PageBench, command: str) -> Path:
+    """The rows of :mod:`.fp8_error` alone; files are read first, so that a bad one leaves no file of rows."""
+    from . import captures, fp8_error
+
+    fp8_error.require_tensors(settings.captures)
+    layers = [layer for path in settings.captures for layer in captures.captured_layers(path)]
+    cuda = torch.cuda.is_available()
+    rows = open_rows(settings, command, device=None if cuda else "cpu")
+    fp8_error.run(layers, rows, torch.device("cuda" if cuda else "cpu"), settings.queries)
+    return rows.path
 
 
 def device_bench(settings: BenchSettings, command: str) -> Bench:
@@ -97,16 +111,22 @@ def device_bench(settings: BenchSettings, command: str) -> Bench:
     return bench
 
 
-def open_rows(settings: BenchSettings, command: str) -> Rows:
+def open_rows(settings: BenchSettings, command: str, device: str | None = None) -> Rows:
     """Check the machine and open the file.
+
+    Args:
+        settings: where rows go, and the commit in them.
+        command: the command that reproduces them.
+        device: what they are measured on; None = the CUDA device, which there must be.
 
     Raises:
         BenchError: no CUDA device, or a file that cannot be used.
     """
-    if not torch.cuda.is_available():
+    if device is None and not torch.cuda.is_available():
         raise BenchError("device", "cpu", "a CUDA device is needed; torch finds none here")
-    out = Path(settings.out).expanduser() if settings.out else default_out(torch.cuda.get_device_name())
-    return Rows(out, command, settings.commit or checkout_commit())
+    device = device or torch.cuda.get_device_name()
+    out = Path(settings.out).expanduser() if settings.out else default_out(device)
+    return Rows(out, command, settings.commit or checkout_commit(), device)
 
 
 def _plain(hint: Any) -> Callable[[str], Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-N = TypeVar("N", int, float)
+N = TypeVar("N", int, float, str)
 
 SYNTHETIC = "synthetic"
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -156,7 +157,9 @@ class PageBench(BenchSettings):
     Args:
         lengths: contexts of the synthetic page ids.
         captures: files of ``evalkit capture`` with pages; none = synthetic ids alone.
-        named: captures, ``<tokens>/<layer>``, that the geometric means are taken over.
+        named: captures, ``<tokens>/<layer>``, that the geometric means are taken over; none = no such mean.
+        fp8_error_only: measure nothing but the error of FP8 on captures that hold Q, K and V, on a CPU where there is
+            no CUDA device. Otherwise that comes first, of those captures that hold them.
         kv_head: KV head of the captures whose pages are replayed.
         queries: last queries of a context, the chunk that is measured.
         heads, dim: query heads on one KV head, and their size.
@@ -182,6 +185,7 @@ class PageBench(BenchSettings):
     lengths: tuple[int, ...] = (65536,)
     captures: tuple[str, ...] = CAPTURES
     named: tuple[str, ...] = ("8192/8", "8192/22", "32768/8", "32768/22", "65536/8", "65536/20")
+    fp8_error_only: bool = False
     kv_head: int = 0
     queries: int = 8192
     heads: int = 16
@@ -194,7 +198,7 @@ class PageBench(BenchSettings):
     budget_ms: float = 100.0
     host: bool = True
     native: bool = True
-    native_backends: tuple[str, ...] = NATIVE_PATHS[:5]
+    native_backends: tuple[str, ...] = NATIVE_PATHS
     kv_union: bool = True
     capacities: tuple[int, ...] = (512, 2048)
     capacity_lengths: tuple[int, ...] = (65536, 131072, 262144)
@@ -207,6 +211,11 @@ class PageBench(BenchSettings):
         """Raise BenchError on the first value that cannot be used; the captures must exist."""
         super().validate()
         require_captures(self.captures)
+        is_name = re.compile(r"\d+/\d+").fullmatch
+        words = "captures as <tokens>/<layer>, or none for no geometric mean"
+        require_each("named", self.named, lambda name: bool(is_name(name)), words, empty=True)
+        ok = bool(self.captures) or not self.fp8_error_only
+        require(ok, "captures", [], "a file at least, as fp8_error_only=true measures nothing else")
         require(self.kv_head >= 0, "kv_head", self.kv_head, "an integer from 0")
         for name in ("queries", "heads", "dim"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")

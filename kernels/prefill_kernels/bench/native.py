@@ -66,6 +66,7 @@ class NativePath:
       wrappers compile the same kernels. Its ``auto`` is fa3 for bf16 KV and fa2 for FP8 KV; ``cudnn`` needs a package
       that FlashInfer does not bring, and ``trtllm-gen`` a Blackwell device.
     - ``decode:fa3-fp8q``, ``prefill:fa3-fp8q``: fa3 takes FP8 keys with FP8 queries alone, here with a scale a head.
+      Its kernel (``batch_prefill_fp8_sm90.cu``) is compiled for heads of 64, 128 or 256 and an output of 16 bits.
     - ``decode:xqa``: ``trtllm_batch_decode_with_kv_cache``, whose ``auto`` that is on Hopper.
 
     The wrappers multiply by the scale of V in a kernel of its own after the attention, which belongs to the call.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,10 @@ from torch import Tensor
 
 from ..paged import PagedKV
 from ..pages import GROUP, PagePlan
+from ..regroup import regroup_queries
+from .captures import CapturedLayer, captured_layers
 from .config import BenchError
-from .inputs import FORMAT, L2_BYTES
+from .inputs import L2_BYTES
 
 
 @dataclass(frozen=True)
@@ -101,37 +102,36 @@ def overlap(pages: Tensor, positions: Tensor, page_size: int) -> Overlap:
     return Overlap(support / (len(pages) * heads), unions / (groups * heads), distinct)
 
 
-def captured_pages(path: str | Path, kv_head: int | None = None) -> list[Selection]:
+def captured_pages(path: str | Path, kv_head: int | None = None, queries: int | None = None) -> list[Selection]:
     """Selections of each layer of a file of ``evalkit capture``; of one KV head, or of each as a layer of its own.
 
+    Args:
+        path: the file.
+        kv_head: None = all.
+        queries: the last ones alone; None = all.
+
     Raises:
-        BenchError: no such file, no pages in it, or no such KV head.
+        BenchError: no such file, contents that cannot be used, no such KV head, or nothing selected.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise BenchError("captures", str(path), f"reading captures needs the safetensors package ({error})") from None
+    return [one for layer in captured_layers(path) for one in selections(layer, kv_head, queries)]
+
+
+def selections(layer: CapturedLayer, kv_head: int | None = None, queries: int | None = None) -> list[Selection]:
+    """Those of one layer, as :func:`captured_pages` does it.
+
+    Raises:
+        BenchError: no such KV head, or nothing selected.
+    """
+    heads = layer.pages.shape[1]
+    if kv_head is not None and kv_head >= heads:
+        raise BenchError("kv_head", kv_head, f"below {heads}, the KV heads of {layer.path}")
     found = []
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            layers = json.loads(metadata["scaling"]) if metadata.get("format") == FORMAT else {}
-            if not layers or f"layer.{next(iter(layers))}.pages" not in file.keys():  # noqa: SIM118 - not a mapping
-                raise BenchError("captures", str(path), "a file of evalkit capture method=pageweaver (it has no pages)")
-            tokens, page_size = int(json.loads(metadata["tokens"])), int(json.loads(metadata["page_size"]))
-            for layer in layers:
-                pages, positions = (file.get_tensor(f"layer.{layer}.{name}") for name in ("pages", "positions"))
-                heads = pages.shape[1]
-                if kv_head is not None and kv_head >= heads:
-                    raise BenchError("kv_head", kv_head, f"below {heads}, the KV heads of {path}")
-                for head in range(heads) if kv_head is None else (kv_head,):
-                    name = f"{tokens}/{layer}" if kv_head is not None else f"{tokens}/{layer}/{head}"
-                    ids = pages[:, head].int().contiguous()
-                    found.append(Selection(name, ids, positions.int(), tokens, page_size, metadata["model"]))
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        if isinstance(error, BenchError):
-            raise
-        raise BenchError("captures", str(path), f"a readable capture ({error})") from None
+    for head in range(heads) if kv_head is None else (kv_head,):
+        layer.check_selects(head, queries)
+        name = f"{layer.tokens}/{layer.layer}" if kv_head is not None else f"{layer.tokens}/{layer.layer}/{head}"
+        ids = layer.pages[:, head].contiguous()
+        one = Selection(name, ids, layer.positions, layer.tokens, layer.page_size, layer.model)
+        found.append(one.last(queries))
     return found
 
 
@@ -173,6 +173,28 @@ def synthetic_pages(
     pages = torch.cat([torch.zeros(queries, 1, dtype=torch.long), inner, own[:, None].long()], 1)
     name = f"shared {shared:g}"
     return Selection(name, pages.int(), positions, tokens, page_size, f"synthetic ids, {cluster} clusters")
+
+
+def searched_pages(selection: Selection, window: int) -> Selection:
+    """The pages of a selection in the order of a search: one that regrouping costs, and cannot help.
+
+    The search repeats itself on its own order. Its seed is the first query left, and so is the next member: it was the
+    best of the same queries before, and ties go to the first. Unions in the given order are therefore those that a
+    search in this window finds, or in a shorter one that divides it. Rows move within a window alone; the last page of
+    each, a query's own, is that of the window's first query, so that no row's pages depend on where it moved.
+
+    Args:
+        selection: pages of :func:`synthetic_pages`, drawn from before its queries; its own page is the last.
+        window: W.
+    """
+    pages = selection.pages.clone()
+    pages[:, -1] = pages[torch.arange(len(pages)) // window * window, -1]
+    alike = replace(selection, pages=pages, name=f"{selection.name} in the order of a search")
+    plan = alike.plan(pages.device, regroup=window)
+    # The order is wanted whatever bitmaps the measured call has.
+    plan = replace(plan, capacity=max(plan.capacity, math.ceil(plan.num_pages / 32) * 32))
+    ids = regroup_queries(plan, backend="torch")[0].long()
+    return replace(alike, pages=pages[ids[ids >= 0]])
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,14 @@ from ..paged import PagedKV
 from ..pages import CAPACITY, GROUP, PagePlan, page_support
 from ..regroup import regroup_queries, regroups
 from ..unions import Unions, prepare_unions
+from . import fp8_error
+from .captures import captured_layers
 from .config import PageBench, WrongResult
+from .fp8_error import distance
 from .inputs import Shape
 from .measure import Bench, Call, host_ms
 from .native import NativePath, flashinfer_problem, left_out
-from .page_inputs import PageInputs, Selection, captured_pages, page_inputs, rotation, synthetic_pages
+from .page_inputs import PageInputs, Selection, page_inputs, rotation, searched_pages, selections, synthetic_pages
 from .paired import saved
 
 NAME = "pageweaver"
@@ -160,19 +163,23 @@ def count(unions: Unions) -> Counts:
 def run(settings: PageBench, bench: Bench) -> None:
     """Measure every capture, their geometric means, and the synthetic overlaps.
 
+    Every capture is read and checked before the first of them is measured. One that holds Q, K and V also gets the
+    error of FP8 on those, see :mod:`.fp8_error`.
+
     Raises:
         BenchError: a capture that cannot be used, or has none of the named ones.
         WrongResult: a path does not compute what the page ids mean.
     """
     bench.shape = Shape(settings.heads, 1, settings.dim)
-    selections = [
-        one.last(settings.queries) for path in settings.captures for one in captured_pages(path, settings.kv_head)
-    ]
-    missing = set(settings.named) - {one.name for one in selections}
-    if selections and missing:
+    layers = [layer for path in settings.captures for layer in captured_layers(path)]
+    chosen = [one for layer in layers for one in selections(layer, settings.kv_head, settings.queries)]
+    if "fp8" in settings.kv_dtypes:
+        fp8_error.run(layers, bench.rows, bench.device, settings.queries)
+    missing = set(settings.named) - {one.name for one in chosen}
+    if chosen and missing:
         print(f"no geometric mean over {', '.join(sorted(missing))}: not captured", file=sys.stderr, flush=True)
     found: dict[tuple[str, str, str], dict[str, dict[str, float]]] = {}
-    for selection in selections:
+    for selection in chosen:
         for key, metrics in measure(settings, bench, selection).items():
             found.setdefault(key, {})[selection.name] = metrics
     for key, by_name in found.items():
@@ -449,8 +456,8 @@ def check_pages(what: str, case: Case, plan: PagePlan, out: Tensor) -> dict[str,
     errors = {}
     if isinstance(case.caches[0], Fp8KV):
         expected = attend_pages(q, case.caches[0].dequantize(), few, scale)
-        errors["quantization_err"] = _distance(expected, exact)
-    errors = {"rel_err": _distance(out[:, :, rows].float(), expected), **errors}
+        errors["quantization_err"] = distance(expected, exact)
+    errors = {"rel_err": distance(out[:, :, rows].float(), expected), **errors}
     if not errors["rel_err"] <= TOLERANCE[case.kv_dtype]:  # written so that NaN is wrong
         raise WrongResult(f"{what}: {errors['rel_err']:.2g} away from float32 (relative L2)")
     return errors
@@ -460,10 +467,6 @@ def _parts(queries: int) -> list[slice]:
     third = CHECKED // 3
     middle = max(0, queries // 2 - third // 2)
     return [slice(0, third), slice(middle, middle + third), slice(max(0, queries - third), queries)]
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp(min=1e-20))
 
 
 # --------------------------------------------------------------------------------------------------------------- beside
@@ -565,8 +568,8 @@ def _preparation(backend: str) -> str:
 def _geometric_mean(
     settings: PageBench, bench: Bench, key: tuple[str, str, str], by_name: dict[str, dict[str, float]]
 ) -> None:
-    """Geometric means over the named captures, where all of them were measured."""
-    if not set(settings.named) <= set(by_name):
+    """Geometric means over the named captures, where there are such and all of them were measured."""
+    if not settings.named or not set(settings.named) <= set(by_name):
         return
     variant, kv_dtype, backend = key
     chosen = [by_name[name] for name in settings.named]
@@ -582,7 +585,11 @@ def _geometric_mean(
 
 
 def _overlaps(settings: PageBench, bench: Bench, tokens: int) -> None:
-    """Gain of the online order against the overlap of synthetic ids, and the overlap at which it begins."""
+    """Gain of the online order against the overlap of synthetic ids, and the overlap at which it begins.
+
+    Even ids drawn at random overlap enough for a gain in a long window. The curve therefore begins with ids of the
+    least overlap in an order that leaves a search nothing: there the gain is what searching costs.
+    """
     make = functools.partial(
         synthetic_pages,
         tokens,
@@ -593,8 +600,11 @@ def _overlaps(settings: PageBench, bench: Bench, tokens: int) -> None:
         seed=settings.seed,
     )
     curves: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for shared in settings.shared:
-        found = measure(replace(settings, host=False), bench, make(shared=shared), beside=False)
+    points = [make(shared=shared) for shared in settings.shared]
+    if settings.windows:
+        points.insert(0, searched_pages(make(shared=min(settings.shared)), max(settings.windows)))
+    for selection in points:
+        found = measure(replace(settings, host=False), bench, selection, beside=False)
         for key, metrics in found.items():
             if "gain" in metrics and key[0].startswith("online"):
                 before = found["original", *key[1:]]["mean_union"]
