@@ -216,6 +216,10 @@ __device__ __forceinline__ uint32_t narrow(float a, float b, __half*) {
     return *reinterpret_cast<uint32_t*>(&two);
 }
 
+// max(x, least) that keeps NaN. Scores are far too close to 0 for the least factor to matter; masked ones are -inf, and
+// times a factor that underflowed to 0 they would be NaN.
+__device__ __forceinline__ float not_less(float x, float least) { return x < least ? least : x; }
+
 // Quantise the 16 head rows of this warp's query into shared memory, E4M3 with one scale a row (amax / 448).
 template <typename T>
 __device__ __forceinline__ void load_queries(const Call& call, char* shared, int warp, int lane, int query, int head) {
@@ -240,7 +244,8 @@ __device__ __forceinline__ void load_queries(const Call& call, char* shared, int
         }
 #pragma unroll
         for (int step = 8; step >= 1; step >>= 1) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, step));
-        const float scale = amax > 0.f ? amax / 448.f : 1.f;
+        // The floor keeps the reciprocal finite, and the smallest bfloat16, 2^-133, is still a normal E4M3 number by it.
+        const float scale = amax > 0.f ? fmaxf(amax / 448.f, 0x1p-127f) : 1.f;
         const float inverse = 1.f / scale;
         uint2 eight;
         eight.x = pack(x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse);
@@ -321,7 +326,8 @@ __device__ __forceinline__ void attend(const CUtensorMap* k_map, const CUtensorM
     const float* scales = reinterpret_cast<const float*>(shared + kScales);
     const float factor = call.scale * __ldg(call.k_scale + head);
     const int row = warp * 16 + (lane >> 2);
-    const float scale0 = scales[row] * factor, scale1 = scales[row + 8] * factor;
+    const float scale0 = not_less(scales[row] * factor, 0x1p-126f);
+    const float scale1 = not_less(scales[row + 8] * factor, 0x1p-126f);
     const int limit = min(query >= 0 ? call.positions[query] : 0, call.kv_lens[request] - 1);
     const uint64_t q_operand = operand(base);
     const float none = __int_as_float(0xff800000);

@@ -83,8 +83,11 @@ def quantize_kv(
 ) -> Fp8KV:
     """Quantise a cache, one scale a KV head: amax / 448 over the valid tokens, 1 where amax is 0.
 
-    Slots that hold no token become 0, whatever they held and whatever the scale is. A NaN among the tokens stays one.
-    Nothing is read back to the host.
+    Slots that hold no token become 0, whatever they held and whatever the scale is. Nothing is read back to the host.
+
+    A NaN among the tokens stays one and makes the measured scale of its KV head NaN, and so every token of the head:
+    one NaN key or value makes NaN of every output row of that head that selects any page, whichever. (In the model's
+    dtype a NaN key reaches only the rows that selected its page.) Under a given scale the other tokens keep theirs.
 
     Args:
         kv: pages of any floating dtype.

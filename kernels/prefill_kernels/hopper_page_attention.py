@@ -403,11 +403,12 @@ def _of_slot(notes, part: gl.constexpr, WG: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _quantize(raw, tile, row: gl.constexpr, D: gl.constexpr):
-    """Rows of queries as E4M3 in shared memory; returns their scales, amax / 448."""
+    """Rows of queries as E4M3 in shared memory; returns their scales, amax / 448, 1 where that is 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
     numbers = raw.load(layout).to(gl.float32)
     amax = gl.max(gl.abs(numbers), 1)
-    scale = gl.where(amax > 0, amax / 448.0, 1.0)
+    scale = amax / 448.0
+    scale = gl.where(scale == 0.0, 1.0, scale)  # of the quotient: it may underflow where amax does not
     tile.store((numbers / scale[:, None]).to(tile.dtype))
     fence_async_shared()
     return gl.convert_layout(scale, row)
@@ -449,6 +450,8 @@ def _consumer(
         if FP8:
             tile = q8_tile.index(WG)
             row_scale = _quantize(q_ring.index(turn % 2 * 2 + WG), tile, row, D) * (scale * gl.load(k_scale + head))
+            # Masked scores are -inf: times a factor that underflowed to 0 they would be NaN. Others are ~0 either way.
+            row_scale = gl.where(row_scale < 1.1754943508222875e-38, 1.1754943508222875e-38, row_scale)
         else:
             tile = q_ring.index(turn % 2 * 2 + WG)
             row_scale = gl.full([64], 0.0, gl.float32, row) + scale

@@ -18,6 +18,9 @@ from .page_attention import check_call
 from .paged import PagedKV
 from .pages import PagePlan, canonical_rows, query_requests, visible_tokens
 
+PARTIAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What partial outputs can be kept in."""
+
 
 @dataclass(frozen=True)
 class Inverted:
@@ -75,16 +78,19 @@ def kv_union_attention(
         plan: selections; ``regroup`` does not matter here.
         scale: softmax scaling of the model.
         backend: see :func:`prefill_kernels.resolve_backend`.
-        partial_dtype: of the partial outputs in memory: float32, or bfloat16 or float16 to halve them.
+        partial_dtype: of the partial outputs in memory, one of :data:`PARTIAL_DTYPES`: float32, or bfloat16 or float16
+            to halve them. The reference keeps those of float64 queries in float64.
 
     Returns:
         [1, Hq, N, d] in the dtype of ``q``, zeros for an empty support.
 
     Raises:
-        ValueError: shapes do not belong together, or ``scale`` is not above 0.
+        ValueError: shapes do not belong together, ``scale`` is not above 0, or another ``partial_dtype``.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
     check_call(q, kv, plan, scale)
+    if partial_dtype not in PARTIAL_DTYPES:
+        raise ValueError(f"partial_dtype={partial_dtype}: must be one of {', '.join(map(str, PARTIAL_DTYPES))}")
     if plan.kv_dtype == "fp8" and isinstance(kv, PagedKV):
         kv = quantize_kv(kv, kv_lens=plan.kv_lens)
 

@@ -9,6 +9,10 @@ For query i and KV head h, with P tokens a page and the complete pages ``p < flo
 
 The page of the query itself and page 0 (the sink) are always selected and are two of the K; the others have the largest
 scores, of equal ones the lowest page. A query with no more than K causal pages selects them all, unscored.
+
+A page whose logit is NaN or infinite for some query head of h (a broken key or query, or an overflow; under ``minmax``
+any infinite key) has no score, and to leave it out would hide what broke: such pages go before all others, the lowest
+first where there are more than K - 2, and the softmax is over the other pages.
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ def select_pages(
         summary: see :func:`page_summaries`.
 
     Returns:
-        int32 [1, N, Hkv, min(K, pages of the sequence)]: page ids, ascending, each once, -1 behind them.
+        int32 [1, N, Hkv, min(K, pages of the sequence)]: page ids, ascending, each once, -1 behind them; so too where
+        queries or keys hold NaN.
 
     Raises:
         ValueError: ``top_k`` below 2, an unknown summary, or keys that are not those of the queries' positions.
@@ -139,8 +144,11 @@ def _chosen(q: Tensor, summaries: Tensor, own: Tensor, count: int, scale: float)
         q = torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)
     page = torch.arange(pages, device=q.device)
     later = page >= own[:, None]
-    logits = (q @ summaries.mT * scale).view(heads, group, rows, pages).masked_fill_(later, float("-inf"))
-    score = logits.softmax(-1).mean(1)
+    logits = (q @ summaries.mT * scale).view(heads, group, rows, pages)
+    # A sum over the query heads is finite where every logit is. Within the softmax one NaN would take all scores along.
+    broken = ~logits.sum(1).isfinite()
+    logits.masked_fill_((broken | later)[:, None], float("-inf"))
+    score = logits.softmax(-1).mean(1).masked_fill_(broken, float("inf"))
     # Scores are not negative, so that their bits order as they do; behind them, the lowest page first.
     last = (1 << _PAGE_BITS) - 1
     key = (score.view(torch.int32).long() << _PAGE_BITS) | (last - page)

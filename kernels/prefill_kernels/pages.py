@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class PagePlan:
         page_size: P, tokens of a logical page.
         positions: int32 [N], contiguous, causal position c_i of each query inside its request.
         kv_lens: int32 [R], contiguous, keys L of each request.
-        cu_seqlens: R + 1 offsets of the requests along N, on the host, so that no launch waits for the device.
+        cu_seqlens: R + 1 offsets of the requests along N, on the host, so that no launch waits for the device; a tuple,
+            by which tables are kept.
         max_kv_len: the largest L, on the host.
         regroup: W, queries of a search window; 0 keeps the original order.
         capacity: pages that the bitmaps of the search hold, a multiple of 32; a request of more keeps its original
@@ -114,12 +116,17 @@ class PagePlan:
             raise ValueError("positions: must not be negative")
 
     def check_shapes(self) -> None:
-        """Raise ValueError naming the field whose shape, dtype, device or value is wrong, from what the host knows."""
+        """Raise ValueError naming the field whose type, shape, dtype, device or value is wrong, from the host alone."""
+        for name in ("page_size", "max_kv_len", "regroup", "capacity"):
+            if not isinstance(value := getattr(self, name), Integral):
+                raise ValueError(f"{name}={value!r}: must be an integer")
         if self.pages.dim() != 4 or self.pages.shape[0] != 1 or self.pages.shape[3] < 1:
             raise ValueError(f"pages {tuple(self.pages.shape)}: must be [1, N, Hkv, K] with K at least 1")
         if self.pages.dtype != torch.int32:
             raise ValueError(f"pages: must be int32, not {self.pages.dtype}")
         offsets = self.cu_seqlens
+        if not isinstance(offsets, tuple) or not all(isinstance(x, Integral) for x in offsets):
+            raise ValueError(f"cu_seqlens={offsets!r}: must be a tuple of integers")
         if len(offsets) < 2 or offsets[0] or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
             raise ValueError(f"cu_seqlens={offsets}: must begin with 0 and ascend")
         if self.length != self.pages.shape[1]:

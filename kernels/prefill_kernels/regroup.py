@@ -70,7 +70,8 @@ def regroup_queries(plan: PagePlan, *, backend: str = "auto") -> Tensor:
         backend: see :func:`prefill_kernels.resolve_backend`.
 
     Returns:
-        int32 [Hkv, G * 8]: index along N of the query of each slot, -1 in the slots after a request's last query.
+        int32 [Hkv, G * 8]: index along N of the query of each slot, -1 in the slots after a request's last query. The
+        caller's own, to change at will.
 
     Raises:
         ValueError: the plan is broken.
@@ -79,7 +80,8 @@ def regroup_queries(plan: PagePlan, *, backend: str = "auto") -> Tensor:
     plan.check_shapes()
     device = plan.pages.device
     if not regroups(plan) or plan.length == 0:
-        return identity_ids(plan.cu_seqlens, plan.num_kv_heads, device)
+        # What is kept serves every later call of the shape.
+        return identity_ids(plan.cu_seqlens, plan.num_kv_heads, device).clone()
 
     if choose_backend("regroup", backend, device, {"triton": triton_refusal("triton_regroup", plan)}) == "triton":
         from .triton_regroup import regroup_triton

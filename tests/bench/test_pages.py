@@ -16,6 +16,7 @@ from prefill_kernels import (
     PagePlan,
     attend_pages,
     page_attention,
+    prepare_unions,
     quantize_kv,
     search_unions,
     sparse_attention,
@@ -605,14 +606,19 @@ def test_beside_a_hopper_kernel_one_kernel_searches_and_rows_say_so(
     bench, capture, monkeypatch, capsys, search, problem
 ):
     """Everything runs in torch here; only what is asked of it, and what rows say, is looked at."""
-    asked = []
+    asked, united = [], set()
 
     def searched(plan, *, backend):
         asked.append(backend)
         return search_unions(plan, backend="torch")
 
+    def prepared(plan, ids, *, backend):
+        united.add(backend)
+        return prepare_unions(plan, ids, backend="torch")
+
     monkeypatch.setattr(pages, "cuda_problem", lambda plan: problem)
     monkeypatch.setattr(pages, "search_unions", searched)
+    monkeypatch.setattr(pages, "prepare_unions", prepared)
     monkeypatch.setattr(pages, "_preparation", lambda backend: "torch")
     monkeypatch.setattr(
         pages, "union_attention", lambda *call, scale, backend: union_attention(*call, scale=scale, backend="torch")
@@ -624,6 +630,7 @@ def test_beside_a_hopper_kernel_one_kernel_searches_and_rows_say_so(
     pages.run(settings, bench)
     by = "cuda" if search == "cuda" or search == "auto" and not problem else "triton"
     assert set(asked) == {by}
+    assert united == {"cuda" if by == "cuda" else "torch"}, "all paths prepare unions in one kernel"
     rows = {key: row for key, row in read(bench).items() if key[1] == "700"}
     assert len(rows) == 2 * 3 and all(setting.endswith(f", hopper, search {by}") for _, _, setting in rows)
     for (variant, _, _), row in rows.items():

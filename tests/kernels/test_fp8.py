@@ -5,8 +5,20 @@ from __future__ import annotations
 import page_cases
 import pytest
 import torch
-from prefill_kernels import PagedKV, attend_pages, page_attention, quantize_kv, quantize_rows
+from prefill_kernels import PagedKV, attend_pages, kv_union_attention, page_attention, quantize_kv, quantize_rows
 from prefill_kernels.fp8 import to_e4m3
+
+
+@pytest.fixture(params=["by groups", "by pages"])
+def attend(request):
+    """Attention of q, kv, plan and scale in the reference, by either union."""
+
+    def call(q, kv, plan, scale):
+        if request.param == "by pages":
+            return kv_union_attention(q, kv, plan, scale=scale)
+        return page_attention(q, kv, plan, scale=scale)[0]
+
+    return call
 
 
 def dense(kv, length):
@@ -118,3 +130,64 @@ def test_the_sum_is_of_the_probabilities_before_rounding():
     p = (logits - logits.max()).exp()
     want = (to_e4m3(p * 448).float().sum() / 448 / p.sum()).item()
     assert out.flatten().tolist() == pytest.approx([want] * 16, rel=1e-5) and abs(want - 1) > 1e-4
+
+
+@pytest.mark.parametrize("pool", ["k_pages", "v_pages"])
+def test_one_broken_token_reaches_every_row_of_its_kv_head(pool):
+    one = page_cases.make([(16, 64)], heads=(4, 2), seed=3, sprinkle=False, width=1)
+    pages = torch.tensor([0, 1] * 8, dtype=torch.int32).view(1, 16, 1, 1).repeat(1, 1, 2, 1)
+    one = one.planned(pages=pages)
+    getattr(one.kv, pool)[int(one.kv.page_table[0, 0]), 4, 0] = float("nan")
+    kv = quantize_kv(one.kv)
+    assert kv.k_scale.isnan().tolist() == [pool == "k_pages", False]
+    out, _ = page_attention(one.q, kv, one.plan, scale=one.scale)
+    assert out[0, :2].isnan().all() and out[0, 2:].isfinite().all()
+    # In the model's dtype a key reaches only the queries that selected page 0.
+    plain, _ = page_attention(one.q, one.kv, one.plan, scale=one.scale)
+    assert plain[0, 2:].isfinite().all() and (pool == "v_pages" or plain[0, :2, 1::2].isfinite().all())
+
+
+def test_tiny_rows_are_quantised_in_proportion():
+    """Down to the smallest bfloat16, 2^-133: no scale whose reciprocal is infinite, and zeros stay zeros."""
+    row = torch.tensor([0.0, 1.0, -0.5, 0.25], dtype=torch.float64)
+    for exponent in (-100, -120, -126, -127, -131):
+        real = (row * 2.0**exponent)[None]
+        rows, scale = quantize_rows(real.bfloat16())
+        assert rows.float().isfinite().all() and rows[0, 0].float() == 0
+        torch.testing.assert_close(rows.double() * scale.double(), real, rtol=0.07, atol=0)
+
+
+def test_tiny_rows_attend(attend):
+    one = page_cases.make([(20, 60)], dim=32, page_size=32)
+    one.q[..., ::5] = 0
+    for first, size in ((1, 1e-36), (2, 1e-38), (3, 1e-40)):
+        one.q[:, :, first::4] *= size
+    kv = quantize_kv(one.kv)
+    out = attend(one.q, kv, one.plan, one.scale)
+    want = attend_pages(one.q.double(), kv, one.plan, one.scale)
+    assert out.isfinite().all() and float((out - want).norm() / want.norm()) < 5e-2
+
+
+def test_scales_are_of_each_kv_head(attend):
+    """Four KV heads whose keys and values differ by orders of magnitude, and queries that make up for the keys."""
+    one = page_cases.make([(40, 300)], heads=(8, 4), dim=64, page_size=32, seed=5, sprinkle=False)
+    k_size, v_size = (torch.tensor(x)[:, None, None] for x in ([1, 30, 0.02, 500], [1, 1e-3, 40, 1e4]))
+    q = one.q / k_size.repeat_interleave(2, 0)
+    real = page_cases.cache(one.k * k_size, one.v * v_size, 32, [300])
+    kv = quantize_kv(real)
+    exact, ideal = (attend_pages(q.double(), x, one.plan, one.scale) for x in (kv, page_cases.double(real)))
+    out = attend(q, kv, one.plan, one.scale)
+    for head in range(8):
+        assert 1e-3 < float((out - exact)[:, head].norm() / exact[:, head].norm()) < 6e-2
+        assert 1e-3 < float((exact - ideal)[:, head].norm() / ideal[:, head].norm()) < 0.1
+
+
+def test_scales_of_a_call_are_of_the_tokens_of_each_request(attend):
+    """Large numbers in the slots after the shorter of two requests of as many pages."""
+    one = page_cases.make([(20, 60), (9, 50)], heads=(4, 2), dim=32, page_size=32, seed=6, kv_dtype="fp8")
+    found = []
+    for value in (0.0, 1e4):
+        for pool in (one.kv.k_pages, one.kv.v_pages):
+            pool[int(one.kv.page_table[1, 1]), 50 - 32 :] = value
+        found.append(attend(one.q, one.kv, one.plan, one.scale))
+    assert found[0].any() and torch.equal(*found)

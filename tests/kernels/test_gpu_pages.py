@@ -9,6 +9,7 @@ import page_cases
 import pytest
 import torch
 from prefill_kernels import (
+    BackendUnavailable,
     PagedKV,
     attend_pages,
     cuda_page_search,
@@ -358,3 +359,44 @@ def test_the_complete_call_can_be_captured_in_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
+
+
+TINY = [("triton", "model"), ("triton", "fp8"), ("kv union", "model"), ("kv union", "fp8"), ("hopper", "model"),
+        ("hopper", "fp8"), ("cluster", "fp8")]  # fmt: skip
+
+
+def attended(one, kv, backend):
+    """The output of a backend, or of the direct union; skips where the device cannot run it."""
+    try:
+        if backend == "kv union":
+            return kv_union_attention(one.q, kv, one.plan, scale=one.scale, backend="triton")
+        return page_attention(one.q, kv, one.plan, scale=one.scale, backend=backend)[0]
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("backend,kv_dtype", TINY)
+def test_tiny_rows(backend, kv_dtype):
+    """Rows whose E4M3 scale is below 2^-126 or nearly 0: neither 1 / scale nor a factor of 0 may reach a product."""
+    one = case([(64, 1024), (9, 300)], (16, 1), 128, 128, 128, 5, torch.bfloat16)
+    one.q[..., ::5] = 0
+    for first, size in ((1, 1e-36), (2, 1e-38), (3, 1e-40)):
+        one.q[:, :, first::4] *= size
+    assert one.q[:, :, 3::4].any(), "subnormal queries"
+    kv = quantize_kv(one.kv, kv_lens=one.plan.kv_lens) if kv_dtype == "fp8" else one.kv
+    want = attend_pages(one.q.float(), kv if kv_dtype == "fp8" else single(kv), one.plan, one.scale)
+    out = attended(one, kv, backend)
+    assert torch.isfinite(out).all()
+    for first in range(4):
+        rows = slice(first, None, 4)
+        assert relative(out[:, :, rows], want[:, :, rows]) < (6e-2 if kv_dtype == "fp8" else 6e-3)
+
+
+@pytest.mark.parametrize("backend", [backend for backend, kv_dtype in TINY if kv_dtype == "fp8"])
+def test_tiny_rows_count_where_keys_are_huge(backend):
+    """Scores of ordinary size from queries of 1e-36: a tiny row is quantised by its scale, not flushed to zero."""
+    one = case([(64, 1024)], (16, 1), 128, 128, 128, 6, torch.bfloat16, seed=13)
+    one.q.mul_(1e-36)
+    one.kv.k_pages.mul_(1e36)
+    kv = quantize_kv(one.kv)
+    assert relative(attended(one, kv, backend), attend_pages(one.q.float(), kv, one.plan, one.scale)) < 6e-2

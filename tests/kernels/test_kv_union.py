@@ -116,3 +116,10 @@ def test_pages_that_do_not_stay_on_the_chip_are_refused():
     one = page_cases.make([(9, 600)], heads=(2, 1), page_size=256)
     with pytest.raises(BackendUnavailable, match="page_size=256"):
         kv_union_attention(one.q, one.kv, one.plan, scale=one.scale, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.float64, torch.bool])
+def test_partials_of_another_dtype_are_refused(backend, dtype):  # noqa: F811
+    one = page_cases.make([(10, 40)], seed=7)
+    with pytest.raises(ValueError, match=f"partial_dtype={dtype}: must be one of torch.float32, torch.bfloat16, "):
+        kv_union_attention(one.q, one.kv, one.plan, scale=one.scale, backend=backend, partial_dtype=dtype)

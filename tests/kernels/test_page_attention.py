@@ -302,3 +302,31 @@ def test_what_the_kernels_cannot_run_is_refused():
     unions = prepare_unions(one.plan, regroup_queries(one.plan))
     with pytest.raises(BackendUnavailable, match="E4M3"):
         union_attention(one.q, quantize_kv(one.kv), one.plan, unions, scale=1.0, backend="triton")
+
+
+def test_no_step_of_a_long_page_reads_the_page_table_after_its_end(monkeypatch):
+    """The second step of the last page lies beyond the keys, where a table of exactly the keys' pages has no entry."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    one = page_cases.make([(9, 600)], heads=(2, 1), page_size=256, physical=128, width=3, sprinkle=False)
+    pages = torch.arange(3, dtype=torch.int32).expand(1, 9, 1, 3).contiguous()
+    one = one.planned(pages=pages)
+    wide = torch.zeros(1, 64, dtype=torch.int32)
+    wide[:, :5] = one.kv.page_table[:, :5]
+    first, loaded = wide.data_ptr() // 4, set()
+    load = InterpreterBuilder.create_masked_load
+
+    def recorded(self, ptrs, mask, *rest):
+        at = ptrs.data[mask.data].astype("int64").ravel() // 4 - first
+        loaded.update(at[(at >= 0) & (at < 64)].tolist())
+        return load(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
+    kv = replace(one.kv, page_table=wide[:, :5])
+    out, _ = page_attention(one.q, kv, one.plan, scale=one.scale, backend="triton")
+    assert loaded == {0, 1, 2, 3, 4}
+    want = literal.attend(one.q, one.k, one.v, one.plan, one.scale)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)

@@ -171,3 +171,69 @@ def test_what_cannot_be_selected_is_named(change, message):
     q, k = inputs(40)
     with pytest.raises(ValueError, match=message):
         select_pages(q, paged(k), **{"page_size": 16, "top_k": 3, "scale": 1.0, **change})
+
+
+def with_broken_logits(q, k, page, top_k, summary):
+    """:func:`literal` where a page with a logit that is not finite goes before all others and out of the softmax."""
+    q, k = q[0].double(), k[0].double()
+    group, found = q.shape[0] // k.shape[0], []
+    for row in range(q.shape[1]):
+        own, heads = row // page, []
+        for h in range(k.shape[0]):
+            if own + 1 <= top_k:
+                heads.append(list(range(own + 1)))
+                continue
+            logits = torch.empty(group, own, dtype=torch.float64)
+            for g in range(group):
+                for p in range(own):
+                    keys, query = k[h, p * page : (p + 1) * page], q[h * group + g, row]
+                    # Channels of either sign apart: 0 times an infinite extreme is NaN, and the page has no score.
+                    bound = (query.clamp(min=0) * keys.amax(0) + query.clamp(max=0) * keys.amin(0)).sum()
+                    logits[g, p] = SCALE * (query @ keys.mean(0) if summary == "mean" else bound)
+            sound = [p for p in range(own) if bool(logits[:, p].isfinite().all())]
+            score = dict(zip(sound, logits[:, sound].softmax(-1).mean(0).tolist(), strict=True))
+            between = sorted(range(1, own), key=lambda p: (-score.get(p, math.inf), p))
+            heads.append(sorted([0, own, *between[: top_k - 2]]))
+        found.append(heads)
+    return found
+
+
+def rows_of(pages):
+    return [[[x for x in head if x >= 0] for head in row] for row in pages[0].tolist()]
+
+
+@pytest.mark.parametrize("summary", ["mean", "minmax"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("tokens", [[100], [3], [100, 137], [20, 70, 100, 137], [205]])
+def test_a_page_with_a_broken_key_is_selected(tokens, value, summary):
+    """Of page 6; of the sink; of two pages; of more than there is room for; of the last, which only its own see."""
+    q, k = inputs(208)
+    k[0, 1, tokens, 5] = value
+    pages = select_pages(q, paged(k), page_size=16, top_k=5, scale=SCALE, summary=summary)
+    assert rows_of(pages) == with_broken_logits(q, k, 16, 5, summary)
+    for row, heads in enumerate(rows_of(pages)):
+        seen = sorted({t // 16 for t in tokens} & set(range(1, row // 16)))
+        assert set(seen[:3]) <= set(heads[1]) and heads[1] == sorted(set(heads[1]))
+    # The KV head whose keys are sound does not notice.
+    sound = select_pages(q, paged(inputs(208)[1]), page_size=16, top_k=5, scale=SCALE, summary=summary)
+    assert torch.equal(pages[:, :, 0], sound[:, :, 0])
+
+
+@pytest.mark.parametrize("summary", ["mean", "minmax"])
+def test_a_broken_query_selects_the_lowest_pages_and_only_for_itself(summary):
+    q, k = inputs(208)
+    sound = select_pages(q, paged(k), page_size=16, top_k=5, scale=SCALE, summary=summary)
+    q[0, 1, 200] = float("nan")  # one of the query heads of KV head 0
+    pages = select_pages(q, paged(k), page_size=16, top_k=5, scale=SCALE, summary=summary)
+    assert pages[0, 200, 0].tolist() == [0, 1, 2, 3, 12]
+    pages[0, 200, 0] = sound[0, 200, 0]
+    assert torch.equal(pages, sound)
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+def test_parts_of_the_queries_select_broken_pages_as_all_do(monkeypatch, rows):
+    q, k = inputs(300)
+    k[0, 0, 100] = k[0, 1, 290] = float("nan")
+    whole = select_pages(q, paged(k), page_size=16, top_k=4, scale=SCALE)
+    monkeypatch.setattr(page_select, "SCORE_CELLS", rows * 6 * 18)
+    assert torch.equal(select_pages(q, paged(k), page_size=16, top_k=4, scale=SCALE), whole)

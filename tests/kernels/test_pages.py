@@ -8,7 +8,19 @@ import literal_pages as literal
 import page_cases
 import pytest
 import torch
-from prefill_kernels import BlockPlan, PagePlan, kernels, page_support, sparse_attention
+from prefill_kernels import (
+    BlockPlan,
+    PagePlan,
+    attend_pages,
+    kernels,
+    kv_union_attention,
+    page_attention,
+    page_support,
+    prepare_unions,
+    regroup_queries,
+    search_unions,
+    sparse_attention,
+)
 from prefill_kernels.pages import canonical_rows, group_requests, identity_ids, query_requests, visible_tokens, windows
 
 CPU = torch.device("cpu")
@@ -65,6 +77,14 @@ def test_groups_and_windows_stay_inside_requests():
         ({"pages": torch.zeros(1, 8, 1, 4)}, "pages: must be int32"),
         ({"pages": torch.zeros(8, 1, 4, dtype=torch.int32)}, "pages"),
         ({"page_size": 0}, "page_size=0"),
+        ({"page_size": 2.5}, "page_size=2.5: must be an integer"),
+        ({"page_size": "16"}, "page_size='16': must be an integer"),
+        ({"max_kv_len": 30.0}, "max_kv_len=30.0: must be an integer"),
+        ({"regroup": 64.0}, "regroup=64.0: must be an integer"),
+        ({"capacity": 512.0}, "capacity=512.0: must be an integer"),
+        ({"cu_seqlens": [0, 8]}, r"cu_seqlens=\[0, 8\]: must be a tuple of integers"),
+        ({"cu_seqlens": (0, 8.0)}, r"cu_seqlens=\(0, 8.0\): must be a tuple of integers"),
+        ({"cu_seqlens": torch.tensor([0, 8])}, r"cu_seqlens=tensor\(\[0, 8\]\): must be a tuple of integers"),
         ({"positions": torch.zeros(7, dtype=torch.int32)}, "positions"),
         ({"positions": torch.full((8,), -1, dtype=torch.int32)}, "positions"),
         ({"positions": torch.zeros(8)}, "positions of torch.float32"),
@@ -96,3 +116,19 @@ def test_sparse_attention_runs_a_page_plan_and_nothing_else_on_e4m3():
     lists = torch.zeros(1, 2, 1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="E4M3"):
         sparse_attention(one.q, quantize_kv(one.kv), BlockPlan(lists, lists[..., 0], 16, 0, 9, 9, 9), scale=1.0)
+
+
+@pytest.mark.parametrize("change", [{"page_size": 2.5}, {"cu_seqlens": [0, 8]}])
+def test_every_operation_on_a_plan_refuses_it_by_name(change):
+    one = page_cases.make([(8, 30)])
+    broken, ids = replace(one.plan, **change), regroup_queries(one.plan)
+    for call in (
+        lambda: page_attention(one.q, one.kv, broken, scale=1.0),
+        lambda: attend_pages(one.q, one.kv, broken, 1.0),
+        lambda: kv_union_attention(one.q, one.kv, broken, scale=1.0),
+        lambda: regroup_queries(broken),
+        lambda: search_unions(broken),
+        lambda: prepare_unions(broken, ids),
+    ):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            call()

@@ -194,3 +194,12 @@ def test_selections_and_positions_are_checked():
     plan = page_cases.make([(9, 30)], regroup=64).plan
     with pytest.raises(ValueError, match="positions with strides .2,.: must be contiguous"):
         regroup_queries(replace(plan, positions=plan.positions.repeat_interleave(2)[::2]))
+
+
+@pytest.mark.parametrize("regroup", [0, 64])
+def test_what_is_returned_is_the_callers_own(backend, regroup):  # noqa: F811
+    plan = page_cases.make([(13, 60), (8, 8)], heads=(2, 2), regroup=regroup).plan
+    ids = regroup_queries(plan, backend=backend)
+    want = ids.clone()
+    ids += 1
+    assert torch.equal(regroup_queries(plan, backend=backend), want)

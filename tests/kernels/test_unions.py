@@ -51,6 +51,30 @@ def test_any_permutation_of_slots(backend):  # noqa: F811
     assert_is_the_walk(prepare_unions(plan, ids, backend=backend), plan, ids)
 
 
+def beyond_the_keys(**knobs):
+    """Queries at and after the last token of their request, with pages there: of 41, 70 and 64 keys."""
+    one = page_cases.make([(24, 41), (9, 70), (8, 64)], heads=(2, 2), page_size=16, seed=4, width=6, **knobs)
+    pages = torch.arange(6, dtype=torch.int32).expand(1, 41, 2, 6).contiguous()
+    positions = one.plan.positions.clone()
+    positions[:8] += 60
+    positions[8::3] += 33
+    positions[40] = 64  # c = L, to the token
+    return replace(one.plan, pages=pages, positions=positions)
+
+
+@pytest.mark.parametrize("regroup", [0, 64])
+def test_no_page_after_the_last_token_of_the_request(backend, regroup):  # noqa: F811
+    plan = beyond_the_keys(regroup=regroup)
+    ids = regroup_queries(plan, backend="torch")
+    unions = prepare_unions(plan, ids, backend=backend)
+    assert_is_the_walk(unions, plan, ids)
+    assert [int(unions.pages[:, unions.requests == r].max()) for r in range(3)] == [2, 4, 3]
+    assert torch.equal(regroup_queries(plan, backend=backend), ids)
+    stats = page_stats(plan, unions, 2, regrouped=regroups(plan), backend=backend)
+    cells = [sum(len(literal.tokens(plan, i, h)) for i in range(plan.length)) for h in range(2)]
+    assert stats.visited_cells[0].sum(-1).tolist() == cells
+
+
 def test_pages_far_beyond_the_capacity(backend):  # noqa: F811
     length = 16 * 65536  # a million tokens
     pages = torch.tensor([[65535, 65534, 0, 65535], [0, 65534, -5, 70000]], dtype=torch.int32).view(1, 2, 1, 4)

@@ -6,9 +6,9 @@ Q, K and V are synthetic: time does not depend on their values. KV is quantised 
 
 ``ms`` is device time, launches hidden; the online call holds the search, the unions and the attention. Where one kernel
 searches and prepares the unions, ``regroup_ms`` of the online call is that kernel's time and its ``union_ms`` 0; the
-setting then ends with ``search cuda``. ``host_ms`` is
-what the host spends to start a call, its small tables (windows, slots) cached as in all but the first call of a shape;
-``graph_ms`` the device time of the call replayed as a CUDA graph. FlashInfer's planning is ``host_plan_ms`` and in no
+other paths prepare theirs in the same kernel, without its search, and the setting ends with ``search cuda``.
+``host_ms`` is what the host spends to start a call, its small tables (windows, slots) cached as in all but the first
+call of a shape; ``graph_ms`` the device time of the call replayed as a CUDA graph. FlashInfer's planning is ``host_plan_ms`` and in no
 ``ms``; the product with the scale of V, which its wrappers make in a kernel of its own, is in its ``ms``.
 """
 
@@ -337,13 +337,14 @@ def _path(
 ) -> Path:
     """Check a path; ``ids`` in place of a search."""
     scale, preparation = case.first.scale, _preparation(backend)
+    unites = _unites(backend, search)
 
     def whole(one: PageInputs, kv: PagedKV | Fp8KV) -> Tensor:
         if ids is None and plan.regroup:
             unions = search_unions(plan, backend=search)
         else:
             order = regroup_queries(plan, backend=preparation) if ids is None else ids
-            unions = prepare_unions(plan, order, backend=preparation)
+            unions = prepare_unions(plan, order, backend=unites)
         return union_attention(one.q, kv, plan, unions, scale=scale, backend=backend)
 
     what = f"{name} at {case.selection.kv_len} tokens, {case.setting(*_label(backend, search))}"
@@ -354,7 +355,7 @@ def _path(
 def _stages(case: Case, path: Path, backend: str, search: str) -> Stages:
     plan, preparation, mean_ms = path.plan, _preparation(backend), case.bench.mean_ms
     order = functools.partial(regroup_queries, plan, backend=preparation)
-    prepare = functools.partial(prepare_unions, plan, order(), backend=preparation)
+    prepare = functools.partial(prepare_unions, plan, order(), backend=_unites(backend, search))
     unions = prepare()
     attend = functools.partial(union_attention, scale=case.first.scale, backend=backend)
     union_ms = mean_ms([prepare])
@@ -557,6 +558,11 @@ def _kernel_ms(call: Callable[[], object], kernel: str, times: int = 5) -> float
         torch.cuda.synchronize()
     found = [item.device_time_total for item in profile.key_averages() if item.key.startswith(kernel)]
     return sum(found) / 1e3 / times
+
+
+def _unites(backend: str, search: str) -> str:
+    """The backend of unions in an order that is there: the online path's kernel, or its gain would hold that too."""
+    return search if search == "cuda" else _preparation(backend)
 
 
 def _preparation(backend: str) -> str:
