@@ -9,7 +9,8 @@ searches and prepares the unions, ``regroup_ms`` of the online call is that kern
 other paths prepare theirs in the same kernel, without its search, and the setting ends with ``search cuda``.
 ``host_ms`` is what the host spends to start a call, its small tables (windows, slots) cached as in all but the first
 call of a shape; ``graph_ms`` the device time of the call replayed as a CUDA graph. FlashInfer's planning is
-``host_plan_ms`` and in no ``ms``; the product with the scale of V, which its wrappers make in a kernel of its own, is in its ``ms``.
+``host_plan_ms`` and in no ``ms``; the product with the scale of V, which its wrappers make in a kernel of its own, is
+in its ``ms``.
 """
 
 from __future__ import annotations
