@@ -20,13 +20,14 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -360,6 +361,26 @@ def _problem(record: Any) -> str:
     return ""
 
 
+def _check_finite(record: Mapping[str, Any]) -> None:
+    """JSON has neither NaN nor infinity, and its own error would name neither the number nor the sample."""
+    for name, value in _numbers(record):
+        if not math.isfinite(value):
+            where = f"{record.get('task')}@{record.get('length')}[{record.get('index')}]"
+            raise IntegrityError(f"sample {where}: {name} is {value}; a finite number is needed")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Every float in nested values as (dotted name, number)."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for at, part in enumerate(value):
+            yield from _numbers(part, f"{name}[{at}]")
+    elif isinstance(value, float):
+        yield name, value
+
+
 def sample_key(record: Mapping[str, Any]) -> SampleKey:
     """What tells a record from the others of its cell: (task, length, index)."""
     return record["task"], record["length"], record["index"]
@@ -465,9 +486,10 @@ class CellStore:
 
         Raises:
             StoreError: the sample is stored already, the cell is finished, or writing failed.
-            IntegrityError: the frame does not add up to the record's budget.
+            IntegrityError: a number is NaN or infinite, or the frame does not add up to the record's budget.
         """
         self._require_running()
+        _check_finite(record)
         text = canonical_json(record)
         stored: dict[str, Any] = json.loads(text)
         problem = _problem(stored)

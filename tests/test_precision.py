@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,21 @@ def test_the_schedule_is_fixed_by_the_limit():
     assert schedule(100, 50) == [50, 75, 100]
     assert schedule(50, 50) == [50] and schedule(20, 50) == [20], "a small limit is the only look"
     assert schedule(20, 8) == [8, 12, 16, 20]
+
+
+@pytest.mark.parametrize(
+    ("task", "looks"),
+    [
+        (RulerConfig(tasks=("vt",), precision=0.02), [50, 75, 100, 120]),
+        (LongBenchV2Config(data="small", precision=0.02), [50, 75, 100, 120]),
+        (PerplexityConfig(precision=0.02), [8, 12, 16, 24, 32, 48, 64, 96, 120]),
+    ],
+)
+def test_the_first_look_is_at_fifty_samples_or_eight_windows(task, looks):
+    """As README says; other numbers would stop other cells, under the same key."""
+    specs = [{"metadata": {"docs": list(range(120))}}]
+    chosen = Cell(ModelConfig(name="m", native_context=131072), Dense(), task, ExecutionConfig(), Path("out"))
+    assert runner._numbers(chosen, runner.Prepared({}, None, specs, {}, 120)) == looks
 
 
 def test_half_width_of_scores_and_losses():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -446,6 +447,21 @@ def test_a_method_that_does_not_run_fails_the_cell(models, tmp_path, monkeypatch
     with pytest.raises(IntegrityError, match="call accounting"):
         run_cell(ruler_cell(models, tmp_path))
     assert only_cell(tmp_path).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ((10.0, float("nan"), 1.0), r"sample perplexity@512\[0\]: metrics\.kl is nan"),
+        ((10.0, float("inf"), 1.0), r"sample perplexity@512\[0\]: metrics\.kl is inf"),
+        ((float("nan"), 0.0, 1.0), r"window 0: the loss is nan"),
+    ],
+)
+def test_a_loss_that_is_not_finite_fails_the_cell_by_name(models, corpus, tmp_path, monkeypatch, found, told):
+    monkeypatch.setattr(lm_module, "score_window", lambda *args: found)
+    with pytest.raises(IntegrityError, match=told):
+        run_cell(perplexity_cell(models, corpus, tmp_path))
+    assert only_cell(tmp_path).status == "failed" and re.search(told, only_cell(tmp_path).error)
 
 
 def test_prompts_that_changed_since_preparation_are_refused(models, tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ def test_a_sample_is_taken_once(tmp_path):
         ({"length": "2048"}, "length must be an integer"),
         ({"index": True}, "index must be an integer"),
         ({"metrics": None}, "metrics must be an object"),
-        ({"metrics": {"nll": float("nan")}}, "not storable"),
+        ({"metrics": {"nll": {1.0}}}, "not storable"),
     ],
 )
 def test_a_broken_record_is_refused_and_nothing_is_written(tmp_path, change, message):
@@ -153,6 +153,17 @@ def test_a_broken_record_is_refused_and_nothing_is_written(tmp_path, change, mes
             store.append({**record, **change}, frame)
         store.append(record, frame)
         assert len((store.path / "samples.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named_with_its_sample(tmp_path, value):
+    record, frame = items()[0]
+    with open_cell(tmp_path) as store:
+        for change, name in (({"metrics": {"kl": value}}, r"metrics\.kl"), ({"more": [1.0, value]}, r"more\[1\]")):
+            where = rf"sample {record['task']}@{record['length']}\[{record['index']}\]"
+            with pytest.raises(IntegrityError, match=rf"{where}: {name} is {value}; a finite number"):
+                store.append({**record, **change}, frame)
+        assert not store.completed
 
 
 def test_a_budget_that_does_not_add_up_is_refused(tmp_path):

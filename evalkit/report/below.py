@@ -9,13 +9,15 @@ from pathlib import Path
 from ..errors import InputError
 from ..store import CellResult
 from . import averages
-from .paper.measured import RULER_TASKS, place_of
-from .paper.published import MODELS, USUAL, Published, read
+from .paper.measured import RULER_TASKS, Block, Column, place_of
+from .paper.published import Published, read, usual_folder
 from .rows import Rows
 
 DENSE = "Dense"
 NOTE = "dense << published: "
 """How the notes begin."""
+MISSING = "dense not compared with published scores"
+"""How the note begins where there is nothing to compare with."""
 
 
 def mark(rows: Rows, cells: Sequence[CellResult], folder: Path | None = None) -> Rows:
@@ -24,17 +26,19 @@ def mark(rows: Rows, cells: Sequence[CellResult], folder: Path | None = None) ->
     Args:
         rows: of :func:`evalkit.report.rows.build_rows`; rows of dense cells are changed.
         cells: the cells behind them.
-        folder: the paper's numbers; None = :data:`.paper.published.USUAL`, and nothing is marked where that is missing.
+        folder: the paper's numbers; None = :func:`.paper.published.usual_folder`, and a note where they are not there.
 
     Raises:
         InputError: ``folder`` cannot be read.
     """
     try:
-        numbers = read(folder or Path(USUAL))
-    except InputError:
+        numbers = read(folder or usual_folder())
+    except InputError as error:
         if folder is not None:
             raise
-        return rows
+        count = sum(cell.is_dense and _place(cell) is not None for cell in cells)
+        missing = [f"{MISSING}, {count} cell{'' if count == 1 else 's'}: {error}"] if count else []
+        return replace(rows, notes=[*rows.notes, *missing])
     printed = {cell.key: score for cell in cells if cell.is_dense and (score := _published(cell, numbers)) is not None}
     notes = list(rows.notes)
     for row in rows.level("cell"):
@@ -47,18 +51,25 @@ def mark(rows: Rows, cells: Sequence[CellResult], folder: Path | None = None) ->
     return replace(rows, notes=notes)
 
 
-def _published(cell: CellResult, numbers: Published) -> float | None:
-    """What the paper prints for a dense cell: of a RULER length over all 13 tasks, of a mode of LongBench-v2."""
+def _place(cell: CellResult) -> tuple[Block, Column] | None:
+    """Where the paper has a number for a cell: a RULER length over all 13 tasks, or a mode of LongBench-v2."""
     place = place_of(cell)
-    if place is None or place[0].data:
+    if place is None or place[0].data or not place[0].paper:
+        return None
+    whole = len({record["task"] for record in cell.records}) == RULER_TASKS
+    return place if whole or place[0].benchmark != "ruler" else None
+
+
+def _published(cell: CellResult, numbers: Published) -> float | None:
+    """What the paper prints for a dense cell."""
+    place = _place(cell)
+    if place is None:
         return None
     block, column = place
-    model = MODELS.get(block.model, "")
     if block.benchmark == "ruler":
-        whole = len({record["task"] for record in cell.records}) == RULER_TASKS
-        number = numbers.ruler.get(model, {}).get(DENSE, {}).get(column)
-        return number.accuracy if whole and number is not None else None
-    found = numbers.longbench.get(model, {}).get(DENSE)
+        number = numbers.ruler.get(block.paper, {}).get(DENSE, {}).get(column)
+        return None if number is None else number.accuracy
+    found = numbers.longbench.get(block.paper, {}).get(DENSE)
     if found is None:
         return None
     easy, hard = (found[f"{column}_{name}"].accuracy for name in ("easy", "hard"))

@@ -86,14 +86,25 @@ def method_labels(cells: Sequence[CellResult]) -> dict[str, str]:
 
 
 def series_labels(cells: Sequence[CellResult]) -> dict[str, str]:
-    """Series of a plot by cell key: the method, with its visiting order where an in-kernel skip lets the order act."""
+    """Series of a plot by cell key: the method, and what makes other points of it, as far as cells differ in it.
+
+    That is a visiting order where an in-kernel skip lets it act, and a method's ``execution`` (of tokens or blocks).
+    """
     skipping = {cell.method for cell in cells if _order(cell)}
+    executions: dict[str, set[str]] = defaultdict(set)
+    for cell in cells:
+        executions[cell.method].add(_execution(cell))
     labels = {}
     for cell in cells:
         order = _order(cell)
-        detail = f", skip, {order}" if order else ", no skip" if cell.method in skipping else ""
+        detail = f", {_execution(cell)}" if len(executions[cell.method]) > 1 else ""
+        detail += f", skip, {order}" if order else ", no skip" if cell.method in skipping else ""
         labels[cell.key] = cell.method + detail
     return labels
+
+
+def _execution(cell: CellResult) -> str:
+    return str(cell.config.get("method", {}).get("execution") or "")
 
 
 def _skips(cell: CellResult) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pandas as pd
 
 from ..errors import StoreError
 from ..store import CellResult, canonical_json
-from . import averages, longbench, stats
+from . import averages, bootstrap, longbench, stats
 from .load import Loaded, by_sample
 from .names import method_labels, model_label, series_labels, task_label, unique
 from .provenance import provenance
@@ -69,6 +69,8 @@ class Row:
         metric: key of :data:`METRICS`.
         value, low, high, n: the number, its 95 % interval, samples.
         difference, difference_low, difference_high: to dense, paired.
+        difference_bootstrap_low, difference_bootstrap_high: the difference's interval by a paired percentile bootstrap;
+            its draws are those of the twin key, so that they depend on nothing else in the report.
         ratio_low, ratio_high: interval of a perplexity over that of dense, paired; None for other metrics.
         B, B_stage1, B_cost, B_block, B_stage1_block: token-weighted means over samples.
         B_pooled: ratio of sums over all samples.
@@ -99,6 +101,8 @@ class Row:
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
+    difference_bootstrap_low: float | None = None
+    difference_bootstrap_high: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
     B: float = float("nan")
@@ -275,7 +279,7 @@ def _cell_rows(cell: CellResult, twin: CellResult | None, names: _Names) -> Iter
         paired = _scores(twin, metric) if twin is not None else None
         for subtask in ["", *(scores if len(scores) > 1 else ())] if scores else []:
             part = {subtask: scores[subtask]} if subtask else scores
-            estimate, difference = _mean_score([(1.0, part, paired)])
+            estimate, difference = _mean_score([(1.0, part, paired, cell.twin)])
             records = [record for record in cell.records if record["task"] in part]
             columns = {**common, **budget(records), "subtask": subtask}
             yield _row("subtask" if subtask else "cell", metric, estimate, difference, columns)
@@ -289,7 +293,7 @@ def _category_rows(cell: CellResult, twin: CellResult | None, common: Mapping[st
     for name, records in longbench.by_category(cell.records).items():
         if records:
             paired = _by_index(dense[name]) if twin is not None else None
-            estimate, difference = _mean_score([(1.0, _by_index(records), paired)])
+            estimate, difference = _mean_score([(1.0, _by_index(records), paired, cell.twin)])
             yield _row("subtask", "accuracy", estimate, difference, {**common, **budget(records), "subtask": name})
 
 
@@ -308,6 +312,8 @@ def _row(level: str, metric: str, estimate: Estimate, difference: Estimate | Non
             "difference_low": difference.low,
             "difference_high": difference.high,
         }
+        if difference.bootstrap is not None:
+            against["difference_bootstrap_low"], against["difference_bootstrap_high"] = difference.bootstrap
     return Row(
         level=level,
         metric=metric,
@@ -344,23 +350,29 @@ def _scores(cell: CellResult, metric: str = "accuracy") -> Scores:
     return dict(scores)
 
 
-def _mean_score(parts: Sequence[tuple[float, Scores, Scores | None]]) -> tuple[Estimate, Estimate | None]:
+def _mean_score(parts: Sequence[tuple[float, Scores, Scores | None, str]]) -> tuple[Estimate, Estimate | None]:
     """Mean score and its paired difference to dense.
 
     Args:
-        parts: (weight, scores, scores of dense), one a length; within a part every subtask weighs the same.
+        parts: (weight, scores, scores of dense, twin key), one a length; within a part every subtask weighs the same.
     """
     strata, differences = [], []
-    for weight, scores, dense in parts:
+    for weight, scores, dense, twin in parts:
         for name, by_index in scores.items():
             share = weight / len(scores)
             strata.append((share, list(by_index.values())))
             if dense is not None:
-                # One of the two may have stopped earlier at its wanted precision.
-                paired = [score - dense[name][index] for index, score in by_index.items() if index in dense[name]]
-                if paired:
-                    differences.append((share, paired))
-    return stats.mean_score(strata), stats.score_difference(differences) if differences else None
+                # One of the two may have stopped earlier at its wanted precision. In order, as samples that a resumed
+                # run finished in another one are drawn alike.
+                shared = sorted(index for index in by_index if index in dense[name])
+                if shared:
+                    paired = [by_index[index] - dense[name][index] for index in shared]
+                    differences.append((share, f"{twin} {name}", paired))
+    estimate = stats.mean_score(strata)
+    if not differences:
+        return estimate, None
+    difference = stats.score_difference([(share, paired) for share, _, paired in differences])
+    return estimate, replace(difference, bootstrap=bootstrap.score_difference(differences))
 
 
 def _loss_metrics(
@@ -373,13 +385,15 @@ def _loss_metrics(
     difference = ratio = None
     if twin is not None:
         dense, own = by_sample(twin), by_sample(cell)
-        pairs = [(own[key]["metrics"], dense[key]["metrics"]) for key in own if key in dense]
+        pairs = [(own[key]["metrics"], dense[key]["metrics"]) for key in sorted(own) if key in dense]
         paired = (
             [mine["nll"] for mine, _ in pairs],
             [base["nll"] for _, base in pairs],
             [mine["tokens"] for mine, _ in pairs],
         )
-        difference, ratio = stats.perplexity_difference(*paired), stats.perplexity_ratio(*paired)
+        resampled = bootstrap.perplexity_difference(*paired, seed=cell.twin)
+        difference = replace(stats.perplexity_difference(*paired), bootstrap=resampled)
+        ratio = stats.perplexity_ratio(*paired)
     yield "perplexity", stats.perplexity(nll, tokens), difference, ratio
     if all("kl" in m for m in metrics):
         yield "kl", stats.divergence([m["kl"] for m in metrics], tokens), None, None
@@ -462,7 +476,7 @@ def _average(cells: Mapping[int, CellResult], metric: str, loaded: Loaded, names
     parts = []
     for cell in cells.values():
         twin = loaded.twins.get(cell.key)
-        parts.append((weight, _scores(cell, metric), _scores(twin, metric) if twin is not None else None))
+        parts.append((weight, _scores(cell, metric), _scores(twin, metric) if twin is not None else None, cell.twin))
     estimate, difference = _mean_score(parts)
     by_length = {length: budget(cell.records) for length, cell in cells.items()}
     weighted = (*BUDGETS, "B_pooled")
@@ -494,7 +508,7 @@ def _average(cells: Mapping[int, CellResult], metric: str, loaded: Loaded, names
             "key": " ".join(cell.key for cell in cells.values()),
         },
     )
-    scores = {length: _mean_score([(1.0, _scores(cell, metric), None)])[0].value for length, cell in cells.items()}
+    scores = {length: _mean_score([(1.0, _scores(cell, metric), None, "")])[0].value for length, cell in cells.items()}
     row.value = PERCENT * averages.accuracy_over_lengths(scores)
     return row
 
@@ -535,7 +549,8 @@ def _mode_row(no_cot: CellResult, cot: CellResult, loaded: Loaded, names: _Names
     parts = []
     for cell in cells:
         twin = loaded.twins.get(cell.key)
-        parts.append((0.5, _by_index(cell.records), _by_index(twin.records) if twin is not None else None))
+        paired = _by_index(twin.records) if twin is not None else None
+        parts.append((0.5, _by_index(cell.records), paired, cell.twin))
     estimate, difference = _mean_score(parts)
     data = ", self-made set" if longbench.is_small(no_cot) else ""
     dense = [loaded.twins.get(cell.key, cell).key for cell in cells]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,12 +31,14 @@ class Estimate:
         value: the estimate.
         n: samples behind it.
         low, high: the interval; ``None`` where it is undefined.
+        bootstrap: of a difference, its interval by :mod:`.bootstrap` where that was asked for.
     """
 
     value: float
     n: int
     low: float | None = None
     high: float | None = None
+    bootstrap: tuple[float, float] | None = field(default=None, kw_only=True)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -46,7 +48,8 @@ class Estimate:
     def times(self, factor: float) -> Estimate:
         """The same in another unit."""
         scaled = [None if bound is None else bound * factor for bound in (self.low, self.high)]
-        return Estimate(self.value * factor, self.n, *scaled)
+        resampled = None if self.bootstrap is None else (self.bootstrap[0] * factor, self.bootstrap[1] * factor)
+        return Estimate(self.value * factor, self.n, *scaled, bootstrap=resampled)
 
 
 def wilson(mean: float, n: float) -> tuple[float, float]:

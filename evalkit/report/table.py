@@ -76,6 +76,11 @@ def difference_text(row: Row) -> str:
     return f"{number(row.difference, _digits(row), sign=True)} {interval}"
 
 
+def bootstrap_text(row: Row) -> str:
+    """The paired difference's interval by bootstrap."""
+    return _interval(row.difference_bootstrap_low, row.difference_bootstrap_high, _digits(row), sign=True)
+
+
 COLUMNS = (
     Column("method", lambda row: row.marked_method, True),
     Column("metric", _metric, True),
@@ -99,7 +104,8 @@ EXPLANATION = (
     "counts the QK and V products that the kernel computes, by half each, and the selection itself. A kernel that "
     "masks tokens inside its tiles (MInference in token execution) computes more than B; what PageWeaver's unions add "
     "is in a table of its own. First answer token: probability, right after prefill, of a token that begins a correct "
-    "answer. Intervals are 95 %; differences to dense are paired by sample. A dash: undefined, "
+    "answer. Intervals are 95 %; differences to dense are paired by sample; "
+    "report.csv has a percentile bootstrap of them too (difference_bootstrap_low, _high). A dash: undefined, "
     "for instance a loss interval from one window. fallback: attention calls answered densely; warnings: samples "
     f"stored with one. {REFERENCE_MARK}: the torch reference ran calls that a GPU kernel was asked for."
 )

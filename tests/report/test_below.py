@@ -12,9 +12,10 @@ from rich.console import Console
 from evalkit.benchmarks.ruler import TASKS
 from evalkit.errors import InputError
 from evalkit.report import stats, write_report
-from evalkit.report.below import NOTE, mark
+from evalkit.report.below import MISSING, NOTE, mark
 from evalkit.report.load import load
 from evalkit.report.page.document import build
+from evalkit.report.paper import published
 from evalkit.report.paper.layout import Pair, _winners
 from evalkit.report.paper.measured import Measure
 from evalkit.report.rows import build_rows
@@ -84,17 +85,30 @@ def test_longbench_is_compared_by_mode(tmp_path):
     assert row.published == pytest.approx((192 * 39.19 + 311 * 32.72) / 503) and row.below_published
 
 
-def test_without_the_papers_numbers_nothing_is_marked(tmp_path, monkeypatch):
+def test_without_the_papers_numbers_a_note_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(published, "CHECKOUT", tmp_path / "nowhere")
     rows, loaded = dense(tmp_path / "runs", 0.1)
     plain = mark(build_rows(loaded), loaded.cells)
     assert all(row.published is None for row in plain.rows)
+    (note,) = plain.notes
+    assert note.startswith(f"{MISSING}, 1 cell: published='results/paper/ruler.csv'")
+    assert [p["text"] for p in build(loaded, plain)["problems"]] == [note], "the page shows it too"
     with pytest.raises(InputError, match="published="):
         mark(rows, loaded.cells, tmp_path)
 
 
-def test_the_report_says_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(PAPER.parents[1])
+@pytest.mark.parametrize("other", [{"model": "smollm2"}, {"tasks": tuple(TASKS)[:12]}])
+def test_no_note_where_nothing_would_have_been_compared(tmp_path, monkeypatch, other):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(published, "CHECKOUT", tmp_path / "nowhere")
+    _, loaded = dense(tmp_path / "runs", 0.1, **other)
+    assert mark(build_rows(loaded), loaded.cells).notes == []
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_report_says_so_wherever_it_runs(tmp_path, monkeypatch, inside):
+    monkeypatch.chdir(PAPER.parents[1] if inside else tmp_path)
     dense(tmp_path / "runs", 0.5)
     console = Console(file=io.StringIO(), width=140)
     paths = write_report([tmp_path / "runs"], tmp_path / "out", formats=["markdown"], console=console)

@@ -150,6 +150,24 @@ def test_the_axis_switch_moves_points_and_keeps_values(browser, demo):
     assert "prefill time" in tab.evaluate("document.querySelector('#chart svg').textContent")
 
 
+AXES = {
+    "B": "realized budget B (% of dense)",
+    "B_cost": "B_cost: QK, V and selection work (% of dense)",
+    "seconds": "measured prefill time (s a sample, median)",
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_each_axis_is_titled_by_what_it_shows(browser, demo, axis):
+    file, _, _ = demo
+    tab = browser.open(file)
+    if axis != "B":
+        press(tab, f"#axis input[value={axis}]")
+    below, beside = tab.evaluate("[...document.querySelectorAll('#chart .title')].map(t => t.textContent)")
+    assert below == AXES[axis] and beside == "perplexity (lower is better)"
+    assert f"against {AXES[axis]};" in tab.evaluate("document.querySelector('#chart svg').getAttribute('aria-label')")
+
+
 def test_a_method_is_toggled_with_mouse_and_keyboard(browser, demo):
     file, rows, _ = demo
     tab = browser.open(file)
@@ -175,6 +193,7 @@ def test_hover_shows_the_cell_and_a_click_pins_it(browser, demo):
     assert row.method in text and "method.select.p\n0.9" in text and "evalkit run model=tiny method=minference" in text
     for column in table.COLUMNS[2:]:
         assert column.text(row) in text
+    assert f"bootstrap (95 %)\n{table.bootstrap_text(row)}" in text and row.difference_bootstrap_low < 0
     for title in ("B_stage1 %", "B_cost %", "95 % interval", "prefill time", "\nn\n"):
         assert title in text
     assert "0.100 s a sample" in text and "Suspect" in text, "it beats dense"

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 
+from evalkit.methods import METHODS
 from evalkit.report.palette import STYLES, styles
 
-ALIKE = {"cosa, no skip": "cosa", "blasst, skip, ascending": "blasst"}
+ALIKE = {"cosa, no skip": "cosa", "blasst, skip, ascending": "blasst", "minference, token": "minference"}
 
 
 def test_named_series_are_told_apart_without_colour():
@@ -33,6 +34,35 @@ def test_many_unknown_series_differ():
 def test_a_variant_of_a_method_keeps_its_colour_and_shape():
     base, variant = STYLES["xattention"], styles(["xattention, skip, descending"])["xattention, skip, descending"]
     assert (variant.colour, variant.marker, variant.filled) == (base.colour, base.marker, not base.filled)
+
+
+VARIANTS = ["", ", no skip", ", token", ", block"]
+VARIANTS += [f", skip, {order}" for order in ("hrm_first", "ascending", "descending")]
+
+
+def test_every_series_of_a_method_has_its_colour_and_no_other_has_it():
+    assert set(METHODS) <= set(STYLES), "each method of the harness has a colour of its own"
+    names = [f"{method}{variant}" for method in [*METHODS, "new", "newer"] for variant in VARIANTS]
+    found = styles(names)
+    owners: dict[str, set[str]] = {}
+    for name in names:
+        for colour in (found[name].colour, found[name].on_dark):
+            owners.setdefault(colour, set()).add(name.partition(",")[0])
+    assert all(len(methods) == 1 for methods in owners.values()), owners
+    assert len(owners) == 2 * (len(list(METHODS)) + 2), "one colour a method and ground"
+    assert {style.marker for style in found.values()} <= set("o><s^DdvPXhp*"), "what the page draws, too"
+    spare = {style.colour for style in styles(f"method{i}" for i in range(60)).values()}
+    assert not spare & {style.colour for style in STYLES.values()}
+
+
+@pytest.mark.parametrize("method", [*METHODS, "new"])
+def test_variants_of_a_method_are_told_apart_without_colour(method):
+    """Beside every named series, too."""
+    found = styles([*STYLES, *(f"{method}{variant}" for variant in VARIANTS)])
+    shapes: dict[tuple[str, bool], str] = {}
+    for name, style in found.items():
+        other = shapes.setdefault((style.marker, style.filled), ALIKE.get(name, name))
+        assert other == ALIKE.get(name, name), f"{name} has the shape of {other}"
 
 
 @pytest.mark.parametrize("ground", ["light", "dark"])

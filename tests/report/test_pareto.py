@@ -121,15 +121,19 @@ def test_legend_is_outside_and_names_each_series_once(cells):
     assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
-def test_a_series_keeps_its_colour_across_panels(cells):
+def test_series_of_a_method_share_its_colour_and_differ_in_shape_across_panels(cells):
     cells.demo()
     _, _, axes = drawn(cells)
-    colours = {}
+    looks = {}
     for axis in axes:
         for container in axis.containers:
-            colours.setdefault(container.get_label(), set()).add(to_hex(container.lines[0].get_color()))
-    assert len(colours) == 3 and all(len(found) == 1 for found in colours.values())
-    assert len({next(iter(found)) for found in colours.values()}) == 3
+            points = container.lines[0]
+            look = (to_hex(points.get_color()), points.get_marker(), to_hex(points.get_markerfacecolor()) != "#ffffff")
+            looks.setdefault(container.get_label(), set()).add(look)
+    assert len(looks) == 3 and all(len(found) == 1 for found in looks.values())
+    shown = [next(iter(found)) for found in looks.values()]
+    assert {colour for colour, _, _ in shown} == {STYLES["cosa"].colour.lower()}
+    assert len({(marker, filled) for _, marker, filled in shown}) == 3
 
 
 def test_a_series_has_the_style_of_the_palette(cells):

@@ -37,7 +37,7 @@ _SORTED_BY = {
     "B_stage1 %": "B_stage1",
     "B_cost %": "B_cost",
 }
-_COPIED = [name for name in schema.ROW_FIELDS if name not in ("suspect", "cells", "seconds", "text")]
+_COPIED = [name for name in schema.ROW_FIELDS if name not in ("suspect", "cells", "seconds", "bootstrap", "text")]
 
 
 def build(loaded: Loaded, rows: Rows) -> schema.Document:
@@ -120,6 +120,7 @@ def _row(row: Row, position: Mapping[str, int], seconds: Mapping[str, float | No
     values["suspect"] = row.suspect
     values["cells"] = [position[key] for key in keys]
     values["seconds"] = None if None in times else fmean(time for time in times if time is not None)
+    values["bootstrap"] = None if row.difference_bootstrap_low is None else table.bootstrap_text(row)
     values["text"] = [column.text(row) for column in table.COLUMNS]
     return [values[name] for name in schema.ROW_FIELDS]
 

@@ -29,12 +29,14 @@ ROW_FIELDS = (
     "B_stage1",
     "B_cost",
     "seconds",
+    "bootstrap",
     "text",
 )
 """What a row of the document holds, in this order: the fields of :class:`evalkit.report.rows.Row`, and
 
 * ``cells``: positions of the cells behind it, one, or for an average one a length;
 * ``seconds``: median measured prefill seconds of a sample, for an average the mean over its lengths;
+* ``bootstrap``: the paired difference's interval by bootstrap, as text;
 * ``text``: the columns of the readable table, as the table module writes them.
 """
 

@@ -104,6 +104,7 @@ function showCard(row) {
   const cells = row.cells.map((at) => data.cells[at]);
   const shown = data.columns.map((column, at) => [column.title, row.text[at]]).filter(([title]) => !["method", "metric"].includes(title));
   const facts = [[row.text[1], row.text[2]], ...shown.filter(([title]) => title !== "value")];
+  if (row.bootstrap !== null) facts.push(["to dense, bootstrap (95 %)", row.bootstrap]);
   facts.push(["prefill time", row.seconds === null ? "not measured" : `${row.seconds.toPrecision(3)} s a sample (median)`]);
   const style = styleOf.get(row.series);
   const title = paint(el("h3", {}, svg("svg", { viewBox: "-9 -9 18 18", width: 18, height: 18, "aria-hidden": "true" },
