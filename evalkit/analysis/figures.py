@@ -25,6 +25,13 @@ KINDS = ("png", "svg", "pdf")
 MOST_DOTS = 4096
 """Row maxima drawn a head; evenly chosen rows where there are more."""
 ORDER_STYLES = {order: STYLES[f"cosa, skip, {order}"] for order in ("hrm_first", "ascending", "descending")}
+ORDER_LINES = {"hrm_first": "-", "ascending": "--", "descending": ":"}
+PLACES = {
+    "sink": ("#33404D", "", "white"),
+    "diagonal": ("#56B4E9", "////", "white"),
+    "elsewhere": ("#FBDCC0", "....", "#B34700"),
+}
+"""Colour, hatch and its colour: places differ in lightness and hatch, and so in grey too."""
 ORDER_NAMES = {"hrm_first": "HRM first (remapped)", "ascending": "ascending", "descending": "descending"}
 
 F = TypeVar("F", bound=Callable[..., Figure])
@@ -72,7 +79,9 @@ def _line(axis: Axes, x: Any, y: Any, style: Style, **more: Any) -> None:
 def draw_iou(heads: pd.DataFrame, table: pd.DataFrame, title: str) -> Figure:
     """IoU over the budget, mean and middle 80 % of heads, and its mean by layer at the budget nearest to 20 %."""
     names = list(dict.fromkeys(table["proxy"]))
-    drawn = {name: STYLES["cosa" if name == "kap" else name] for name in names}
+    methods = {name: "cosa" if name == "kap" else name for name in names}
+    of_method = styles(methods.values())
+    drawn = {name: of_method[method] for name, method in methods.items()}
     figure = _figure(9.2, 4.0)
     left, right = figure.subplots(1, 2)
     for name in names:
@@ -94,7 +103,8 @@ def draw_iou(heads: pd.DataFrame, table: pd.DataFrame, title: str) -> Figure:
     left.set_title("points: mean over heads; bars: their middle 80 %", loc="left")
     right.set_ylim(0, 1.02)
     right.set_xlabel("layer")
-    right.set_title(f"mean of each layer at {near:.0%}", loc="left")
+    realized = float(table.loc[table["budget"] == near, "B"].mean())
+    right.set_title(f"mean of each layer at B = {realized:.1%} (asked: {near:.0%})", loc="left")
     figure.legend(loc="outside lower center", ncols=4)
     figure.suptitle(title, fontsize=9.5)
     return figure
@@ -119,8 +129,10 @@ def draw_rowmax(
         extent = (0, blocks * block_size, blocks * block_size, 0)
         image = axis.imshow(grid, cmap="Greys", norm=LogNorm(1e-4, 1), extent=extent, interpolation="nearest")
         dots = dots.iloc[:: max(1, math.ceil(tokens / MOST_DOTS))]
-        axis.plot(dots["key"], dots["row"], linestyle="none", marker=".", markersize=2.2, color="#D62728",
-                  markeredgewidth=0, rasterized=True)  # fmt: skip
+        # All rims under all dots: a rim of its own would hide the neighbours of a dot in a line of them.
+        for size, colour in ((4.0, "white"), (2.2, "#C00000")):
+            axis.plot(dots["key"], dots["row"], linestyle="none", marker=".", markersize=size, color=colour,
+                      markeredgewidth=0, rasterized=True)  # fmt: skip
         axis.set_xlim(-0.01 * tokens, tokens)
         axis.set_ylim(tokens, 0)
         axis.grid(False)
@@ -129,7 +141,7 @@ def draw_rowmax(
         axis.set_title(f"layer {layer}, head {head}\n{shares}", loc="left")
         axis.set_xlabel("key")
         if axis is axes[0]:
-            axis.set_ylabel("query; red: the row's maximum")
+            axis.set_ylabel("query; dots: the row's maximum")
         if axis is axes[len(shown) - 1]:
             figure.colorbar(image, ax=axis, shrink=0.8, label="attention of a row in the block")
     _draw_places(axes[-1], table)
@@ -140,12 +152,13 @@ def draw_rowmax(
 def _draw_places(axis: Axes, table: pd.DataFrame) -> None:
     means = table.groupby("layer")[["sink", "diagonal", "elsewhere", "max_blocks"]].mean()
     bottom = np.zeros(len(means))
-    for name, colour, hatch in (("sink", "#5F6B76", ""), ("diagonal", "#56B4E9", "//"), ("elsewhere", "#D55E00", "")):
-        axis.bar(means.index, means[name], bottom=bottom, color=colour, hatch=hatch, edgecolor="white",
+    for name, (colour, hatch, line) in PLACES.items():
+        axis.bar(means.index, means[name], bottom=bottom, color=colour, hatch=hatch, edgecolor=line,
                  linewidth=0.3, width=0.9, label=name)  # fmt: skip
         bottom += means[name].to_numpy()
-    _line(axis, means.index, means["max_blocks"], Style("#1a1a1a", "", "o"), markersize=2.5, linewidth=1.0,
-          label="blocks with a row maximum")  # fmt: skip
+    over = (means.index, means["max_blocks"], Style("#1a1a1a", "", "o"))
+    _line(axis, *over, markersize=4, linewidth=2.6, color="white", markeredgecolor="white", markerfacecolor="white")
+    _line(axis, *over, markersize=2.5, linewidth=1.0, label="blocks with a row maximum")
     axis.set_ylim(0, 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axis.set_xlabel("layer (mean of its heads)")
@@ -200,9 +213,22 @@ def draw_remap(table: pd.DataFrame, gains: pd.DataFrame, title: str) -> Figure:
             line = pd.concat([off, rows[rows["order"] == order]]).sort_values("skip_scale")
             skipping = line[line["skip_scale"] > 0]
             label = ORDER_NAMES[order] if column == 0 else None
-            _line(axes[0], skipping["delta_over_N"], skipping["perplexity"], ORDER_STYLES[order], label=label)
-            _line(axes[1], skipping["delta_over_N"], skipping["skip_ratio"], ORDER_STYLES[order])
-            _line(axes[2], line["skip_ratio"], line["perplexity"], ORDER_STYLES[order])
+            _line(
+                axes[0],
+                skipping["delta_over_N"],
+                skipping["perplexity"],
+                ORDER_STYLES[order],
+                label=label,
+                linestyle=ORDER_LINES[order],
+            )
+            _line(
+                axes[1],
+                skipping["delta_over_N"],
+                skipping["skip_ratio"],
+                ORDER_STYLES[order],
+                linestyle=ORDER_LINES[order],
+            )
+            _line(axes[2], line["skip_ratio"], line["perplexity"], ORDER_STYLES[order], linestyle=ORDER_LINES[order])
         for axis in axes[:2]:
             axis.set_xscale("log")
             axis.set_xlabel("delta / N")
@@ -244,7 +270,7 @@ def _draw_budgets(axis: Axes, table: pd.DataFrame, budgets: Sequence[float], ord
 # -------------------------------------------------------------------------------------------------------- frontier
 @_styled
 def draw_frontier(points: pd.DataFrame, interpolation: str) -> Figure:
-    """The frontier of each method in each panel; settings that are on none are small and pale."""
+    """The frontier of each method in each panel; settings that are on none are small and pale, suspects crossed out."""
     groups = list(points.groupby(["panel", "metric"], sort=False))
     columns = min(len(groups), 2)
     lines = math.ceil(len(groups) / columns)
@@ -258,9 +284,13 @@ def draw_frontier(points: pd.DataFrame, interpolation: str) -> Figure:
             if name == "dense":
                 continue
             style = drawn[str(name)]
-            line = frontier(list(zip(mine["B"], mine["value"], strict=True)), higher_is_better=higher)
+            sound, odd = mine[~mine["suspect"]], mine[mine["suspect"]]
+            line = frontier(list(zip(sound["B"], sound["value"], strict=True)), higher_is_better=higher)
             axis.plot(mine["B"], mine["value"], linestyle="none", marker=style.marker, markersize=3, alpha=0.35,
                       color=style.colour)  # fmt: skip
+            if len(odd):
+                axis.plot(odd["B"], odd["value"], linestyle="none", marker="x", markersize=7, color="#1a1a1a",
+                          label="suspect: on no frontier")  # fmt: skip
             how = "steps-post" if interpolation == "step" else "default"
             _line(axis, [x for x, _ in line], [y for _, y in line], style, drawstyle=how, label=str(name))
         dense = rows[rows["method"] == "dense"]

@@ -7,6 +7,8 @@ queries, keys and values.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,6 +16,11 @@ import torch
 from prefill_kernels import DensePlan, PagedKV, causal_blocks, causal_cells, dense_attention, sparse_attention
 from torch import Tensor
 
+from ..assets import sha256_file
+from ..calibration.resolve import check_weights
+from ..config import plain
+from ..errors import InputError
+from ..identity import named_files
 from ..methods.base import Method, Plan, PlanContext
 from . import figures
 from .settings import HeadsAnalysis
@@ -31,11 +38,18 @@ def run(settings: HeadsAnalysis, command: str) -> int:
 
     Returns:
         Exit code.
+
+    Raises:
+        InputError: a method that is for another model, or was calibrated with other weights.
     """
-    bench = Workbench(settings, "heads", command, [sys.modules[__name__]])
     methods = settings.built()
-    for method in methods.values():
+    bench = Workbench(settings, "heads", command, [sys.modules[__name__]], {"methods": identity(methods)})
+    for text, method in methods.items():
         method.check_model(*bench.shape)
+        try:
+            check_weights(settings.cell(method), bench.source.checksum)
+        except InputError as error:
+            raise InputError("methods", text, f"{error.field}={error.value!r}: {error.allowed}") from None
     with bench.parts.locked():
         parts = bench.each(lambda prompt: measure(bench, settings, methods, prompt))
     table = summarise(parts)
@@ -46,6 +60,17 @@ def run(settings: HeadsAnalysis, command: str) -> int:
     for line in report(table):
         print(line, flush=True)
     return 0
+
+
+def identity(methods: Mapping[str, Method]) -> dict[str, Any]:
+    """What the texts of methods stand for: a preset, a calibration or a table may change behind its name."""
+    found: dict[str, Any] = {}
+    for text, method in methods.items():
+        settings = {name: value for name, value in plain(method).items() if name != "calibration"}
+        files = {name: sha256_file(Path(file).expanduser()) for name, file in named_files(method).items()}
+        # The value that was taken of a calibration is among the settings; the rest of the file changes nothing.
+        found[text] = {**settings, "files": {name: digest for name, digest in files.items() if name != "calibration"}}
+    return found
 
 
 def measure(bench: Workbench, settings: HeadsAnalysis, methods: dict[str, Method], prompt: Prompt) -> pd.DataFrame:

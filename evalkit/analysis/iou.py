@@ -150,5 +150,8 @@ def summarise(parts: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 def report(table: pd.DataFrame) -> list[str]:
     """The table as lines: a proxy a line, a budget a column."""
     wide = table.pivot(index="proxy", columns="budget", values="iou").loc[list(dict.fromkeys(table["proxy"]))]
+    # Short prompts round up: a row keeps at least one block.
+    realized = table.groupby("budget")["B"].mean()
     lines = ["mean IoU with the oracle over heads, by budget", f"{'':14}" + "".join(f"{b:>8.0%}" for b in wide.columns)]
+    lines.append(f"{'realized':14}" + "".join(f"{realized[b]:>8.1%}" for b in wide.columns))
     return lines + [f"{name:14}" + "".join(f"{value:8.3f}" for value in row) for name, row in wide.iterrows()]

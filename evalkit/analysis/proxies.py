@@ -3,7 +3,8 @@
 A method's mask grows with its knob; a block's place in the ranking is where it enters. For kap, xattention,
 flashprefill, spargeattn and random that is the order of their block scores. FlexPrefill and MInference choose columns
 and diagonals: a block enters with the first of its columns or diagonals, at the gamma (FlexPrefill) or the ratio
-(MInference) at which the method would choose that line.
+(MInference) at which the method would choose that line. PageWeaver's selector chooses pages for each query: with pages
+of a block's size, a tile ranks them by the mean of its queries' scores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from prefill_kernels import (
 )
 from prefill_kernels.flex import js_distance, line_masses
 from prefill_kernels.masks import causal_mask
+from prefill_kernels.page_select import page_summaries
 from prefill_kernels.pooling import block_means, by_kv_head, head_groups
 from prefill_kernels.vertical_slash_select import FORCED_COLUMNS, FORCED_SLASHES, ranked_keys
 from torch import Tensor
@@ -158,6 +160,22 @@ def _spargeattn(call: Call) -> Ranking:
     return Ranking(score)
 
 
+def _pageweaver(call: Call) -> Ranking:
+    """Page scores of :mod:`prefill_kernels.page_select` (mean keys), averaged over a tile's queries.
+
+    A tile is a page here, so that its queries choose among the same complete pages: those before it.
+    """
+    size, heads = call.block_size, call.kv.num_kv_heads
+    summaries = page_summaries(call.kv, size)
+    grouped = call.q[0].unflatten(0, (heads, -1))
+    score = torch.zeros(1, heads, call.blocks, call.blocks, dtype=torch.float32, device=call.q.device)
+    for tile in range(1, call.blocks):
+        rows = grouped[:, :, tile * size : (tile + 1) * size].float().flatten(1, 2)
+        logits = rows @ summaries[:, :tile].mT * call.context.scale
+        score[0, :, tile, :tile] = logits.softmax(-1).mean(1)
+    return Ranking(score.repeat_interleave(grouped.shape[1], 1), forced=_sink_diagonal(call))
+
+
 def _random(call: Call) -> Ranking:
     score = random_scores(
         call.q.shape[1], seed=0, layer=call.context.layer, block_size=call.block_size, q_offset=0,
@@ -241,5 +259,6 @@ _PROXIES: dict[str, Callable[[Call], Ranking]] = {
     "minference": _minference,
     "flashprefill": _flashprefill,
     "spargeattn": _spargeattn,
+    "pageweaver": _pageweaver,
     "random": _random,
 }

@@ -101,6 +101,9 @@ def run(settings: RemapAnalysis, command: str, overrides: Sequence[str] = (), ru
     Raises:
         EvalkitError: a cell failed, or a Stage-1 budget cannot be reached; the same command goes on from there.
     """
+    few, windows = settings.search_limit, settings.task.limit
+    if few > windows and any(budget < 1 for budget in settings.budgets):
+        print(f"search_limit={few} is more than task.limit={windows}: p is searched on all of them", flush=True)
     cells = Cells(settings, [item for item in overrides if item.startswith("model")], runner)
     dense = cells.run(Dense(), "dense")
     found_p = cells.each(cells.threshold, settings.budgets)

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import DEVICES, RULER_NAMES, ExecutionConfig, ModelConfig, PerplexityConfig, RulerConfig
+from ..config import DEVICES, RULER_NAMES, Cell, ExecutionConfig, ModelConfig, PerplexityConfig, RulerConfig
 from ..errors import InputError, near_matches
 from ..methods.base import Method
+from ..methods.cosa import CoSA
 from ..methods.presets import from_text
 
-PROXIES = ("kap", "xattention", "flexprefill", "minference", "flashprefill", "spargeattn", "random")
+PROXIES = ("kap", "xattention", "flexprefill", "minference", "flashprefill", "spargeattn", "pageweaver", "random")
 """Proxies that rank key blocks; ``random`` is the floor. :mod:`.proxies` has one function for each."""
 NEEDLES = "niah_"
 FIXED_ORDERS = ("ascending", "descending")
@@ -110,7 +111,8 @@ class IouAnalysis(PromptAnalysis):
         budgets: shares of the causal blocks; row i (from 0) keeps ``K_i = max(1, floor(B (i + 1) + 0.5))`` blocks.
         block_size: of tiles and key blocks.
         stride: of kap and xattention.
-        forced: blocks that a method always keeps (sink, diagonal, window) come first, as they do in the method.
+        forced: blocks that a method always keeps (sink, diagonal, window) come first, as they do in the method; false
+            ranks them by their scores like the others.
     """
 
     proxies: tuple[str, ...] = PROXIES
@@ -161,7 +163,8 @@ class HeadsAnalysis(PromptAnalysis):
     """Budget and output error of methods by layer and head.
 
     Args:
-        methods: presets, with settings behind them: ``cosa``, ``cosa:select.p=0.9:skip_scale=492``.
+        methods: presets, with settings behind them: ``cosa``, ``cosa:select.p=0.9:skip_scale=492``. A preset that a
+            calibration sets takes the value of ``model`` and ``length``.
         states: ``dense`` compares all methods on the dense model's inputs; ``own`` lets each method's own outputs flow
             on, so that a layer sees what the method left of the layers before it.
     """
@@ -178,10 +181,23 @@ class HeadsAnalysis(PromptAnalysis):
         self.built()
 
     def built(self) -> dict[str, Method]:
-        """The methods by what they were called."""
-        found = {text: from_text(text, "methods") for text in self.methods}
+        """The methods by what they were called, calibrated values put in.
+
+        Raises:
+            InputError: one that cannot be used, or whose calibration is missing.
+        """
+        found = {text: from_text(text, "methods", self._calibrated) for text in self.methods}
         for text, method in found.items():
             _require(method.name != "dense", "methods", text, "a sparse method: dense is what they are compared with")
+        return found
+
+    def cell(self, method: Method) -> Cell:
+        """The cell of ``evalkit run`` that takes its calibrated value where the analysis does."""
+        return Cell(self.model, method, self.ruler)
+
+    def _calibrated(self, method: Method) -> Method:
+        calibrated = importlib.import_module("evalkit.calibration.resolve").calibrated
+        found: Method = calibrated(self.cell(method)).method
         return found
 
 
@@ -195,11 +211,11 @@ class RemapAnalysis:
         execution: as of ``evalkit run``.
         budgets: Stage-1 budgets, block-rounded, that are reached through p; 1 is p = 1.
         skip_scales: skip scales (capital delta); a value of 0 or less is no skip.
-        ratios: delta / N instead, N being ``task.length``; where they are given ``skip_scales`` are not used. For
-            prompts that are short beside the paper's, on which its skip scales would skip nearly everything.
+        ratios: delta / N instead of ``skip_scales``, N being ``task.length``. For prompts that are short beside the
+            paper's, on which its skip scales would skip nearly everything.
         orders: visiting orders; ``hrm_first`` and at least one fixed order.
         tolerance: distance from a Stage-1 budget that is close enough.
-        search_limit: windows on which p is searched; the value is then checked on all of them.
+        search_limit: windows on which p is searched, at most all of the task's; the value is then checked on all.
         stride: of the proxy.
         resamples: of the bootstrap over windows.
         workers: cells that run at a time, each in its own process: a small model leaves a GPU idle between its cells.
@@ -236,12 +252,18 @@ class RemapAnalysis:
         self.task.validate()
         self.execution.validate()
         self.model.rope_factor(self.task.length)
+        least = 2 * CoSA.block_size
+        allowed = f"at least {least}, two blocks of {CoSA.block_size} tokens: one block is always kept"
+        _require(self.task.length >= least, "task.length", self.task.length, allowed)
         _shares("budgets", self.budgets)
+        given = not self.ratios or self.skip_scales == PAPER_SCALES
+        _require(given, "skip_scales", list(self.skip_scales), "either skip_scales or ratios, not both")
         for name in ("skip_scales", "ratios"):
             values = getattr(self, name)
             once = len(set(values)) == len(values) and all(math.isfinite(x) for x in values)
             _require(once and sum(x <= 0 for x in values) <= 1, name, list(values), "finite numbers, each once")
-        _require(any(x > 0 for x in self.scales), "skip_scales", list(self.skip_scales), "at least one above 0")
+        used = "ratios" if self.ratios else "skip_scales"
+        _require(any(x > 0 for x in self.scales), used, list(getattr(self, used)), "at least one above 0")
         for ratio in self.ratios:
             _require(ratio <= 1, "ratios", ratio, "at most 1: delta / N is clamped there")
         _each("orders", self.orders, ORDERS)

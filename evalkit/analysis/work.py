@@ -138,12 +138,26 @@ class Workbench:
         name: of the analysis.
         command: the command that reproduces it.
         modules: those whose code measures: their content is part of the identity.
+        more: further sections of the identity: what decides a part and is not in the settings.
+
+    Raises:
+        InputError: the device is not there.
     """
 
-    def __init__(self, settings: PromptAnalysis, name: str, command: str, modules: Sequence[ModuleType]) -> None:
+    def __init__(
+        self,
+        settings: PromptAnalysis,
+        name: str,
+        command: str,
+        modules: Sequence[ModuleType],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         self.settings, self.name, self.command = settings, name, command
         self.out = Path(settings.out).expanduser()
-        self.device = resolve_device(settings.device)
+        try:
+            self.device = resolve_device(settings.device)
+        except InputError as error:  # it names the setting of evalkit run
+            raise InputError("device", error.value, error.allowed) from None
         self.dtype = resolve_dtype(settings.model.dtype, self.device)
         self.backend = resolve_backend(settings.backend, self.device, self.dtype)
         self.source = locate(settings.model)
@@ -159,6 +173,7 @@ class Workbench:
             "device": device_facts(self.device),
             "versions": versions(),
             "analysis": hashlib.sha256("\0".join(inspect.getsource(m) for m in modules).encode()).hexdigest()[:16],
+            **(more or {}),
         }
         self.parts = Parts(self.out, name, self.identity)
 

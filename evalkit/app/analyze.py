@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,6 +28,7 @@ ANALYSES = {
     "figures_smollm2": (f"{SETTINGS}:FiguresAnalysis", "evalkit.analysis.sequence:run"),
 }
 """Settings class and what runs it, by the name in ``schema/analyze``."""
+_TASK_SCHEMA = "/schema/task/"
 
 HELP = """usage: evalkit analyze <name> [key=value ...]
 
@@ -59,6 +61,8 @@ def run(argv: Sequence[str]) -> int:
     if name.startswith("-") or "=" in name:
         raise InputError("analyze", name, f"its name comes first; {near_matches(name, ANALYSES)}")
     register()
+    if name == "remap":
+        _check_task(rest)
     command = shlex.join(["evalkit", "analyze", name, *rest])
     fields = _fields(name)
     return run_single(
@@ -113,6 +117,23 @@ def _fields(name: str) -> list[str]:
     """Names that an override may begin with; of an analysis of the user's own, those of all."""
     classes = [_load(ANALYSES[name][0])] if name in ANALYSES else [_load(cls) for cls, _ in ANALYSES.values()]
     return sorted({"analyze", *(item.name for cls in classes for item in dataclasses.fields(cls))})
+
+
+def _check_task(overrides: Sequence[str]) -> None:
+    """Refuse a task that is no perplexity before OmegaConf says so of two schemas. A user's own are left to it."""
+    known = [item.name.removesuffix(".yaml") for item in (files("evalkit.conf") / "task").iterdir()]
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if key == "task" and value in known and _task_kind(value) != "perplexity":
+            allowed = sorted(task for task in known if _task_kind(task) == "perplexity")
+            raise InputError("task", value, f"the analysis needs a loss; known: {', '.join(allowed)}")
+
+
+def _task_kind(name: str) -> str:
+    """Schema of a file of ``conf/task``."""
+    content = yaml.safe_load((files("evalkit.conf") / "task" / f"{name}.yaml").read_text(encoding="utf-8"))
+    base: str = content["defaults"][0].removesuffix("@_here_")
+    return base.removeprefix(_TASK_SCHEMA) if base.startswith(_TASK_SCHEMA) else _task_kind(base)
 
 
 def _load(target: str) -> Any:

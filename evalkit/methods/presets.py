@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,26 +44,50 @@ def preset(name: str, field: str = "method") -> Method:
     return build(METHODS.get(base), values, "method")  # type: ignore[type-abstract]
 
 
-def from_text(text: str, field: str = "method") -> Method:
+def from_text(text: str, field: str = "method", calibrate: Callable[[Method], Method] | None = None) -> Method:
     """The method that ``preset:setting=value:...`` names, validated.
 
+    Args:
+        text: preset and settings.
+        field: name of the setting, for errors.
+        calibrate: puts the calibrated value into a method that asks for one; None where there is no model and length
+            that a calibration could be of.
+
     Raises:
-        InputError: unknown preset or setting, or a value that cannot be used; ``field`` and ``text`` are in the error.
+        InputError: unknown preset or setting, a value that cannot be used, or a calibration that is missing; ``field``
+            and ``text`` are in the error.
     """
     name, *settings = text.split(":")
     method = preset(name, field)
+    given: set[str] = set()
     try:
         for item in settings:
             dotted, equals, value = item.partition("=")
             if not equals:
                 raise InputError("method", item, "setting=value behind the preset, several of them divided by colons")
+            if dotted in given:
+                raise InputError(f"method.{dotted}", value, "each setting once")
+            given.add(dotted)
             if dotted in _OF_A_RUN:
                 raise InputError(f"method.{dotted}", value, "a run's own: give the calibrated value itself")
             method = _with(method, dotted, value, f"method.{dotted}")
         method.validate()
+        method = _calibrated(method, calibrate)
     except InputError as error:
         raise InputError(field, text, f"{error.field}={error.value!r}: {error.allowed}") from None
     return method
+
+
+def _calibrated(method: Method, calibrate: Callable[[Method], Method] | None) -> Method:
+    """Never the preset's name over its default knob: the calibrated value, or an error."""
+    asked = next((name for name in _OF_A_RUN if getattr(method, name) is not None), None)
+    if asked is None:
+        return method
+    if calibrate is None:
+        knob = method.knob.field if method.knob else "its value"
+        allowed = f"no preset that a model's calibration sets, here: another preset with the value itself ({knob}=...)"
+        raise InputError(f"method.{asked}", getattr(method, asked), allowed)
+    return calibrate(method)
 
 
 def described(method: Method) -> str:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 import synthetic
 
 from evalkit.analysis import bootstrap, frontier
-from evalkit.analysis.frontier import Entry, Panel, area_between, best_rows, quality_integral
+from evalkit.analysis.frontier import Entry, Panel, area_between, best_rows, panel_notes, quality_integral
 from evalkit.analysis.settings import FrontierAnalysis
 from evalkit.errors import EvalkitError
 from evalkit.report.load import load
@@ -185,8 +188,8 @@ def test_series_tell_orders_apart(tmp_path):
     for order in ("ascending", "hrm_first"):
         synthetic.perplexity_cell(tmp_path, skip_scale=500.0, order=order, damage=0.01)
     loaded = load([tmp_path])
-    assert {e.group for e in frontier.panels(loaded)[0].entries} == {"cosa"}
-    by_series = frontier.panels(loaded, by="series")[0]
+    assert {e.group for e in frontier.panels(loaded)[0][0].entries} == {"cosa"}
+    by_series = frontier.panels(loaded, by="series")[0][0]
     assert {e.group for e in by_series.entries} == {"cosa, skip, ascending", "cosa, skip, hrm_first"}
 
 
@@ -194,3 +197,106 @@ def test_a_store_of_dense_cells_alone(tmp_path):
     synthetic.perplexity_cell(tmp_path, "dense")
     with pytest.raises(EvalkitError, match="no finished sparse cell"):
         frontier.run(FrontierAnalysis(directories=(str(tmp_path),), out=str(tmp_path / "out")), "c")
+
+
+def analysed(tmp_path, capsys, **more):
+    """Runs the analysis on ``runs``; what it says, points, best methods and areas as their files hold them."""
+    given = {"directories": (str(tmp_path / "runs"),), "out": str(tmp_path / "out"), "resamples": 100, **more}
+    settings = FrontierAnalysis(**given)
+    settings.validate()
+    assert frontier.run(settings, "c") == 0
+    files = ("frontier", "frontier_best", "frontier_areas")
+    return capsys.readouterr().out, *(pd.read_csv(tmp_path / "out" / f"{name}.csv") for name in files)
+
+
+def test_nothing_at_or_below_the_asked_budgets(tmp_path, capsys):
+    synthetic.perplexity_cell(tmp_path / "runs", "dense")
+    synthetic.perplexity_cell(tmp_path / "runs", damage=0.01, share=0.6)
+    said, points, best, areas = analysed(tmp_path, capsys, budgets=(0.1, 0.2))
+    assert len(points) == 4 and len(best) == len(areas) == 0
+    assert list(best) == list(frontier.BEST_COLUMNS) and list(areas) == list(frontier.AREA_COLUMNS)
+    assert "note: tiny, " in said and "no method at or below B = 10%, 20%: the cheapest is " in said
+    assert " at 60.0%" in said
+
+
+def test_bounds_alone_beside_dense(tmp_path, capsys):
+    synthetic.perplexity_cell(tmp_path / "runs", "dense")
+    for name, share in (("oracle_topk", 0.2), ("random", 0.3)):
+        synthetic.perplexity_cell(tmp_path / "runs", name, damage=0.01, share=share)
+    said, points, best, _ = analysed(tmp_path, capsys)
+    assert set(points["method"]) == {"dense", "oracle_topk", "random"} and best.empty
+    assert "only bounds (oracle_topk, random) beside dense: no method to name as best" in said
+
+
+def test_a_suspect_is_marked_and_wins_nothing(tmp_path, capsys):
+    synthetic.perplexity_cell(tmp_path / "runs", "dense")
+    synthetic.perplexity_cell(tmp_path / "runs", damage=-0.3, share=0.15)  # far better than dense
+    synthetic.perplexity_cell(tmp_path / "runs", "xattention", damage=0.02, share=0.3)
+    said, points, best, areas = analysed(tmp_path, capsys, budgets=(0.2, 0.4))
+    losses = points[points["metric"] == "perplexity"].set_index("method")
+    assert losses["suspect"].to_dict() == {"cosa": True, "xattention": False, "dense": False}
+    assert not losses.loc["cosa", "on_frontier"] and losses.loc["xattention", "on_frontier"]
+    mine = best[best["metric"] == "perplexity"].set_index("budget")
+    assert mine.loc[0.4, "best"] == "xattention" and " at 15.0%" in mine.loc[0.4, "suspects"]
+    assert pd.isna(mine.loc[0.2, "best"]) and " at 15.0%" in mine.loc[0.2, "suspects"]
+    assert areas.empty or "perplexity" not in set(areas["metric"])
+    assert "B <= 20%: no method; left out as SUSPECT: " in said
+    assert "the only method measured there (n = 4, paired, Holm); left out as SUSPECT: " in said
+    assert "perplexity: SUSPECT, wins nothing until it is checked" in said
+
+
+def test_suspects_are_in_no_area():
+    lines = {"a": ("one", 0.1, [2.0, 2.2]), "b": ("one", 0.5, [1.0, 1.2])}
+    lines |= {"c": ("two", 0.1, [2.0, 2.2]), "d": ("two", 0.5, [0.1, 0.3])}
+    found = panel("kl", **lines)
+    assert frontier.area_rows(found, replace(SETTINGS, interpolation="linear"))[0]["advantage"] < 0
+    sound = replace(found, entries=tuple(replace(e, suspect=e.group == "two") for e in found.entries))
+    assert frontier.area_rows(sound, SETTINGS) == []
+    assert {row["best"] for row in best_rows(sound, SETTINGS)} == {"one"}
+    assert sum("SUSPECT" in note for note in panel_notes(sound, SETTINGS)) == 2
+    none = replace(found, entries=tuple(replace(e, suspect=True) for e in found.entries))
+    assert "only suspect cells beside dense" in panel_notes(none, SETTINGS)[-1]
+
+
+def test_suspects_are_on_no_frontier_and_hide_no_other():
+    found = panel("kl", a=("one", 0.1, [0.1, 0.1]), b=("one", 0.3, [0.2, 0.2]), c=("one", 0.3, [0.2, 0.2]))
+    assert list(frontier.point_table(found)["on_frontier"]) == [True, False, False]
+    marked = replace(found, entries=tuple(replace(e, suspect=e.setting in "ac") for e in found.entries))
+    table = frontier.point_table(marked).set_index("setting")
+    assert table["on_frontier"].to_dict() == {"a": False, "b": True, "c": False}
+    assert table["suspect"].to_dict() == {"a": True, "b": False, "c": True}
+
+
+def test_what_was_left_out_is_said(tmp_path, capsys):
+    synthetic.perplexity_cell(tmp_path / "runs", "dense")
+    synthetic.perplexity_cell(tmp_path / "runs", damage=0.01, share=0.3)
+    settings = synthetic.config(p=0.5)
+    records = list(synthetic.perplexity_records(damage=0.1, share=0.2))[:2]
+    died = RuntimeError("out of memory")
+    synthetic.write_cell(tmp_path / "runs", settings, iter(records), end=lambda store: store.fail(died), expected=4)
+    said, *_ = analysed(tmp_path, capsys)
+    which = "tiny cosa select.p=0.5 perplexity@2048 (RuntimeError: out of memory)"
+    assert f"note: left out, failed with 2 of 4 samples: {which}" in said
+
+
+def test_a_cell_that_lacks_a_metric_leaves_the_others(tmp_path, capsys):
+    synthetic.perplexity_cell(tmp_path / "runs", "dense")
+    synthetic.perplexity_cell(tmp_path / "runs", damage=0.01, share=0.3)
+    records = list(synthetic.perplexity_records(damage=0.1, share=0.2))
+    del records[1][0]["metrics"]["kl"]
+    synthetic.write_cell(tmp_path / "runs", synthetic.config(p=0.5), iter(records))
+    said, points, *_ = analysed(tmp_path, capsys)
+    count = points[points["method"] == "cosa"].groupby("metric").size()
+    assert count.to_dict() == {"perplexity": 2, "kl": 1}
+    note = "left out of kl, 1 of 4 samples lack kl: tiny cosa select.p=0.5 perplexity@2048"
+    assert f"note: {note}" in said
+    assert note in json.loads((tmp_path / "out" / "frontier.json").read_text())["notes"]
+
+
+def test_equal_methods_have_an_advantage_of_zero():
+    cheap, dear = [0.3, 0.1], [0.1, 0.1]
+    found = panel("kl", a=("one", 0.1, cheap), b=("one", 0.5, dear), c=("two", 0.1, cheap), d=("two", 0.5, dear))
+    areas = pd.DataFrame(frontier.area_rows(found, SETTINGS))
+    (line,) = frontier.report(areas, pd.DataFrame(columns=list(frontier.BEST_COLUMNS)))
+    assert "one over two, mean advantage 0 [0, 0] for B" in line
+    assert [str(frontier._or_zero(value)) for value in (-0.0, -2e-16, 1e-16, 0.01)] == ["0.0", "0.0", "0.0", "0.01"]

@@ -4,12 +4,18 @@ import pandas as pd
 import pytest
 import torch
 from prefill_kernels import BlockPlan, DensePlan, dense_attention
+from prefill_kernels.bench.config import BenchError
 
-from evalkit.analysis import heads
+from evalkit.analysis import heads, work
 from evalkit.analysis.heads import head_sums, summarise
 from evalkit.analysis.settings import HeadsAnalysis
 from evalkit.attention import Session
+from evalkit.bench.settings import MethodsBench, TtftBench
+from evalkit.calibration.disjoint import Fingerprints
+from evalkit.calibration.file import Calibration, Entry, fixed_settings, path_of
+from evalkit.errors import InputError
 from evalkit.methods.cosa import CoSA, Select
+from evalkit.methods.presets import from_text, preset
 from evalkit.methods.streaming import Streaming
 
 
@@ -63,3 +69,72 @@ def test_whole_analysis(settings_for, states, capsys):
     match = (mine["B"] - frame["computed"] / frame["dense"]).abs() < 1e-7
     assert match[frame["layer"] == 0].all()
     assert match.all() == (states == "own")
+
+
+# ------------------------------------------------------------------------------------------------------ calibrations
+PRESET = "cosa-llama-3.1-8b"
+
+
+def calibrate(weights, value=0.7, length=640):
+    """The file that the preset asks for."""
+    method = preset(PRESET)
+    header = {
+        "model": {"name": "tiny", "weights": weights},
+        "method": fixed_settings(method),
+        "knob": "select.p",
+        "text": {"corpus": "essays", "sha256": "t", "fingerprints": Fingerprints.of([]).plain()},
+    }
+    entry = Entry(length, "budget", 0.4, "B", 0.4, value)
+    Calibration(path_of(method.calibration, "tiny", method), header, (entry,)).write()
+
+
+def test_a_preset_without_its_calibration_is_refused(settings_for):
+    with pytest.raises(
+        InputError, match=f"needs the calibration results/calibration/tiny/{PRESET}.yaml, which is missing"
+    ) as error:
+        settings_for(HeadsAnalysis, methods=(PRESET,))
+    assert error.value.field == "methods" and error.value.value == PRESET
+    assert f"run: evalkit calibrate preset={PRESET} model=tiny" in error.value.allowed
+    assert "calibrate.lengths=[640]" in error.value.allowed
+
+
+def test_a_calibrated_preset_takes_the_value_of_model_and_length(settings_for):
+    calibrate("w")
+    settings = settings_for(HeadsAnalysis, methods=(PRESET, "cosa"))
+    built = settings.built()
+    assert built[PRESET].select.p == 0.7 and built[PRESET].skip_scale == 200.0
+    assert built["cosa"] == preset("cosa")
+    first = heads.identity(built)
+    calibrate("w", value=0.8)
+    second = heads.identity(settings.built())
+    assert first["cosa"] == second["cosa"] and first[PRESET] != second[PRESET], "another value is another part"
+    with pytest.raises(InputError, match="has no value for 512 tokens"):
+        settings_for(HeadsAnalysis, methods=(PRESET,), length=512)
+
+
+def test_a_calibration_of_other_weights_is_refused_before_they_are_loaded(settings_for, monkeypatch):
+    monkeypatch.setattr(work, "load_model", None)
+    calibrate("others")
+    with pytest.raises(InputError, match=f"^methods='{PRESET}': .*a calibration of these weights"):
+        heads.run(settings_for(HeadsAnalysis, methods=(PRESET,)), "c")
+
+
+def test_a_table_of_another_content_is_another_part(tmp_path, settings_for):
+    file = tmp_path / "table.yaml"
+    contents = []
+    for threshold in (0.8, 0.9):
+        file.write_text(str([[threshold] * 4] * 2))
+        contents.append(
+            heads.identity(settings_for(HeadsAnalysis, methods=(f"xattention:threshold_table={file}",)).built())
+        )
+    assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("text", ["cosa-llama-3.1-8b", "cosa-llama-3.1-8b:skip_scale=100"])
+def test_where_there_is_no_model_a_preset_of_a_calibration_is_refused(text):
+    with pytest.raises(InputError, match="method.calibration=.*: no preset that a model's calibration sets") as error:
+        from_text(text, "variants")
+    assert "select.p=..." in error.value.allowed
+    for make in (TtftBench, MethodsBench):
+        with pytest.raises(BenchError, match="no preset that a model's calibration sets"):
+            make(variants=(text,)).methods()

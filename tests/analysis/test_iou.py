@@ -11,6 +11,7 @@ from evalkit.analysis import iou, proxies, work
 from evalkit.analysis.iou import counts, kept_blocks, summarise
 from evalkit.analysis.proxies import Ranking
 from evalkit.analysis.settings import IouAnalysis
+from evalkit.errors import InputError
 
 
 def test_blocks_of_a_row():
@@ -111,3 +112,37 @@ def test_more_samples_keep_the_parts_and_other_settings_do_not(settings_for, mon
     assert made == [0, 1]
     iou.run(settings_for(IouAnalysis, samples=1, **{**few, "budgets": (0.4,)}), "c")
     assert made == [0, 1, 0]
+
+
+def test_forced_blocks_come_first_unless_they_are_not_asked_for(settings_for, monkeypatch, call_inputs):
+    """A proxy whose own scores are those of the oracle, and which always keeps the block of least mass."""
+    call = proxies.Call(*call_inputs(), 64, 8)
+    mass = block_mass(call.q, call.kv, scale=call.context.scale, block_size=64)
+    causal = torch.ones(call.blocks, call.blocks).tril().bool()
+    worst = mass.masked_fill(~causal, torch.inf).argmin(-1, keepdim=True)
+    least = torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, worst, True)
+    monkeypatch.setitem(proxies._PROXIES, "kap", lambda _: Ranking(mass, forced=least))
+    few = {"proxies": ("kap",), "budgets": (0.02,), "block_size": 64}  # one block a row
+    free = iou.layer_counts(call, settings_for(IouAnalysis, forced=False, **few))
+    held = iou.layer_counts(call, settings_for(IouAnalysis, forced=True, **few))
+    assert (free["shared"] == call.blocks).all(), "by its scores it is the oracle"
+    assert (held["shared"] == 1).all(), "forced blocks take the place; only the first row has no other"
+
+
+def test_realized_shares_are_shown(settings_for, monkeypatch, capsys):
+    """Rows keep one block at least, and halves are rounded up: 20 % of ten blocks a side are more than that."""
+    drawn = []
+    save = iou.figures.save
+    monkeypatch.setattr(iou.figures, "save", lambda figure, stem: drawn.append(figure) or save(figure, stem))
+    settings = settings_for(IouAnalysis, proxies=("kap",), budgets=(0.2,), samples=1, block_size=64)
+    iou.run(settings, "c")
+    share = pd.read_csv("out/iou.csv")["B"].iloc[0]
+    assert share > 0.215
+    assert f"realized       {share:7.1%}" in capsys.readouterr().out
+    assert drawn[0].axes[1].get_title(loc="left") == f"mean of each layer at B = {share:.1%} (asked: 20%)"
+
+
+def test_a_device_that_is_not_here_goes_by_the_name_of_its_setting(settings_for, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="^device='cuda': cpu or auto"):
+        iou.run(settings_for(IouAnalysis, device="cuda"), "c")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from prefill_kernels import block_mass, flash_scores, flash_select, flex_select, sparge_select, vertical_slash_scores
+from prefill_kernels.page_select import select_pages
 from prefill_kernels.vertical_slash_select import FORCED_COLUMNS, FORCED_SLASHES, top_positions
 
 from evalkit.analysis import proxies
@@ -132,6 +133,30 @@ def test_minference_enters_with_its_first_line(call, ratio):
         # The last tile is short, so that a diagonal may miss what it would cross in a whole one.
         assert torch.equal((score[head] >= -ratio)[:7].tril(), touched[:7].tril())
     assert MInference.vertical_size == 1000 and MInference.slash_size == 6096
+
+
+@pytest.mark.parametrize("top_k", [3, 5])
+def test_pageweaver_ranks_pages_as_its_selector_does(call_inputs, top_k):
+    """Where all queries of a tile are alike the tile's first K blocks are the K pages of each of them."""
+    q, kv, context = call_inputs(length=64 * 9 - 20)
+    q = q[:, :, ::SIZE].repeat_interleave(SIZE, 2)[:, :, : q.shape[2]]
+    pages = select_pages(q, kv, page_size=SIZE, top_k=top_k, scale=context.scale)[0, ::SIZE].transpose(0, 1)
+    place = ranked("pageweaver", Call(q, kv, context, SIZE, 8))[0]
+    for head in range(4):
+        for tile in range(9):
+            mine = pages[head // 2, tile]
+            first = (place[head, tile] < len(mine[mine >= 0])).nonzero()[:, 0]
+            assert first.tolist() == mine[mine >= 0].tolist()
+
+
+def test_pageweaver_pools_the_queries_of_a_tile(call):
+    """The mean over query heads and queries, of a softmax over the complete pages before the tile."""
+    score = rank("pageweaver", call).score
+    means = call.kv.gather()[0][0, 0, : 3 * SIZE].unflatten(0, (3, SIZE)).mean(1)
+    rows = call.q[0, :2, 3 * SIZE : 4 * SIZE]
+    expected = (rows @ means.T * call.context.scale).softmax(-1).mean((0, 1))
+    torch.testing.assert_close(score[0, 0, 3, :3], expected)
+    assert torch.equal(score[:, 0], score[:, 1]) and not torch.equal(score[:, 1], score[:, 2])
 
 
 def test_every_proxy_ranks_every_causal_block(call):

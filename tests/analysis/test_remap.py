@@ -73,6 +73,15 @@ def test_gains_on_a_made_up_grid():
     assert first["low"] <= first["gain"] <= first["high"] and first["high"] - first["low"] < 0.2
 
 
+def test_the_point_without_a_skip_is_on_every_curve():
+    """A gain below what the fixed orders' smallest scale skips is against the line to no skip at all."""
+    grid = [point("off", -1, 0.0, 10.0), point("hrm_first", 100, 0.1, 10.5)]
+    grid += [point("ascending", 100, 0.2, 14.4), point("descending", 100, 0.4, 90.0)]
+    (row,) = gain_table(grid, remap.bootstrap.draws([0] * 6, 100, 0)).to_dict("records")
+    # Half way from 10 to 14.4 by logarithms is 12; descending, a quarter of the way to 90, is at 17.3.
+    assert row["gain"] == pytest.approx(12.0 - 10.5) and row["against"] == "ascending"
+
+
 def test_without_a_difference_there_is_no_gain():
     grid = [point("off", -1, 0.0, 10.0)]
     grid += [point(order, 100, 0.3, 11.0) for order in ("hrm_first", "ascending", "descending")]
@@ -106,7 +115,9 @@ def test_ratios_stand_for_skip_scales(tmp_path):
     ("change", "field"),
     [
         ({"ratios": (1.5,)}, "ratios"),
-        ({"ratios": (-1.0,)}, "skip_scales"),
+        ({"ratios": (-1.0,)}, "ratios"),
+        ({"skip_scales": (-1.0,)}, "skip_scales"),
+        ({"skip_scales": (-1.0, 100.0), "ratios": (0.1,)}, "skip_scales"),
         ({"skip_scales": (100.0, 100.0)}, "skip_scales"),
         ({"orders": ("hrm_first",)}, "orders"),
         ({"orders": ("ascending", "descending")}, "orders"),
@@ -121,6 +132,17 @@ def test_bad_settings_are_refused(tmp_path, change, field):
     with pytest.raises(InputError) as error:
         analysis(tmp_path, **change)
     assert error.value.field == field
+
+
+def test_windows_of_one_block_are_refused(tmp_path):
+    for length, fits in ((100, False), (255, False), (256, True)):
+        task = PerplexityConfig(length=length, limit=4, score="all", fidelity=False)
+        settings = replace(analysis(tmp_path), task=task)
+        if fits:
+            settings.validate()
+            continue
+        with pytest.raises(InputError, match=f"^task.length={length}: at least 256, two blocks of 128 tokens"):
+            settings.validate()
 
 
 # ------------------------------------------------------------------------------------------------- the whole analysis
@@ -198,6 +220,11 @@ def test_the_whole_grid_through_the_store(tmp_path, capsys):
     before = len(runs.ran)
     remap.run(settings, "c", [], runs)
     assert len(runs.ran) == before, "finished cells are not run again"
+
+
+def test_a_search_on_more_windows_than_there_are_is_said(tmp_path, capsys):
+    remap.run(analysis(tmp_path, ratios=(0.25,), search_limit=9), "c", [], FakeRuns())
+    assert "search_limit=9 is more than task.limit=4: p is searched on all of them" in capsys.readouterr().out
 
 
 def test_a_killed_grid_goes_on(tmp_path):

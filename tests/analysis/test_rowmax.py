@@ -3,9 +3,11 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from prefill_kernels import PagedKV
 
-from evalkit.analysis import rowmax, work
+from evalkit.analysis import figures, rowmax, work
+from evalkit.analysis.figures import PLACES
 from evalkit.analysis.rowmax import head_counts, representative, row_maxima
 from evalkit.analysis.settings import RowmaxAnalysis
 from evalkit.errors import InputError
@@ -76,3 +78,23 @@ def test_a_head_the_model_does_not_have(settings_for, monkeypatch):
     monkeypatch.setattr(work, "load_model", None)  # refused before the weights are loaded
     with pytest.raises(InputError, match="shown='2:0': layers below 2 and heads below 4"):
         rowmax.run(settings_for(RowmaxAnalysis, shown=("2:0",)), "c")
+
+
+def grey(colour):
+    red, green, blue = to_rgb(colour)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def test_the_picture_can_be_read_in_grey():
+    """Places differ in lightness and hatch; dots have a rim that is light where the map is dark."""
+    table = pd.DataFrame([(0, 0, 0.5, 0.3, 0.2, 0.4)], columns=["layer", "head", *PLACES, "max_blocks"])
+    rows = [(0, 0, "mass", 0, 0, 1.0), *((0, 0, "max", row, 0, 1.0) for row in range(8))]
+    maps = pd.DataFrame(rows, columns=["layer", "head", "kind", "row", "key", "value"])
+    image, bars = figures.draw_rowmax(table, maps, [(0, 0)], 8, "t").axes[:2]
+    drawn = [(grey(box[0].get_facecolor()[:3]), box[0].get_hatch()) for box in bars.containers]
+    shades = sorted(shade for shade, _ in drawn)
+    assert len(drawn) == 3 and len({hatch for _, hatch in drawn}) == 3
+    assert all(b - a > 0.2 for a, b in zip(shades, shades[1:], strict=False))
+    rim, dots = image.lines
+    assert rim.get_markersize() > dots.get_markersize() and rim.get_zorder() <= dots.get_zorder()
+    assert grey(rim.get_color()) - grey(dots.get_color()) > 0.5

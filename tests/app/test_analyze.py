@@ -88,6 +88,28 @@ def test_settings_reach_the_analysis(launched, tmp_path):
         ),
         (["heads", "methods=[dense]"], "methods='dense': a sparse method"),
         (["heads", "states=mine"], "states='mine': known: dense, own"),
+        (["heads", "methods=['xattention:threshold=0.95:threshold=0.9']"], "method.threshold='0.9': each setting once"),
+        (
+            ["heads", "methods=['pageweaver:regroup=off:capacity=64']"],
+            "method.capacity=64: 512, its default, with method.regroup='off', beside which it cannot act",
+        ),
+        (
+            ["heads", "methods=[cosa-llama-3.1-8b]", "model=llama-3.1-8b-instruct"],
+            "methods='cosa-llama-3.1-8b': method.calibration=",
+        ),
+        (
+            ["heads", "methods=[cosa-llama-3.1-8b]", "model=llama-3.1-8b-instruct"],
+            "cosa-llama-3.1-8b.yaml, which is missing; run: evalkit calibrate preset=cosa-llama-3.1-8b",
+        ),
+        (["remap", "ratios=[-1]"], "ratios=[-1.0]: at least one above 0"),
+        (["remap", "ratios=[0.1]", "skip_scales=[100]"], "skip_scales=[100.0]: either skip_scales or ratios, not both"),
+        (["remap", "task.length=100"], "task.length=100: at least 256, two blocks of 128 tokens"),
+        (
+            ["remap", "task=ruler"],
+            "task='ruler': the analysis needs a loss; known: perplexity, perplexity-longbench-v2",
+        ),
+        (["remap", "task=longbench-v2-cot"], "task='longbench-v2-cot': the analysis needs a loss"),
+        (["remap", "task=rular"], "task=rular: did you mean ruler"),
         (["remap", "task.limit=0"], "task.limit=0"),
         (["remap", "task.precision=0.1"], "task.precision=0.1: null"),
         (["remap", "ratios=[2]"], "ratios=2.0: at most 1"),

@@ -14,12 +14,12 @@ from prefill_kernels.bench.planned import attend, peak_memory
 
 from evalkit.bench.attention import launch, planner
 from evalkit.bench.settings import COSA, MethodsBench
-from evalkit.methods.presets import from_text, names
+from evalkit.methods.presets import from_text, names, preset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
-PRESETS = [name for name in names() if name != "dense"]
+PRESETS = [name for name in names() if name != "dense" and preset(name).calibration is None]
 TABLE = "a table"
 PATTERNS = [["vertical_slash", 100, 600], ["block_sparse", 9], ["a_shape", 64, 512], ["block_sparse", 20]]
 
