@@ -213,6 +213,8 @@ ALSO: dict[str, tuple[str, float, str]] = {
     "partials": ("partials {} GiB", 1, "2"),
     "reduction_ms": ("reduction {} ms", 1, "3"),
     "union_reduction": ("zero gain at {} % fewer pages", 100, "1"),
+    "query_err": ("rounding Q alone {}", 1, "3"),
+    "worst_head_err": ("worst head {}", 1, "3"),
 }
 """Metrics of the column "also": text, factor, digits."""
 
