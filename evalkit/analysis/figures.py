@@ -25,7 +25,7 @@ KINDS = ("png", "svg", "pdf")
 MOST_DOTS = 4096
 """Row maxima drawn a head; evenly chosen rows where there are more."""
 ORDER_STYLES = {order: STYLES[f"cosa, skip, {order}"] for order in ("hrm_first", "ascending", "descending")}
-ORDER_LINES = {"hrm_first": "-", "ascending": "--", "descending": ":"}
+ORDER_LINES = {"hrm_first": "-", "ascending": ":", "descending": "--"}
 PLACES = {
     "sink": ("#33404D", "", "white"),
     "diagonal": ("#56B4E9", "////", "white"),
@@ -296,6 +296,10 @@ def draw_frontier(points: pd.DataFrame, interpolation: str) -> Figure:
         dense = rows[rows["method"] == "dense"]
         level = float(dense.iloc[0]["value"]) if len(dense) else 0.0
         axis.axhline(level, color=DENSE, linewidth=0.8, linestyle=(0, (4, 3)), label="dense")
+        above = rows["value"][rows["value"] > 0]
+        if metric == "kl" and len(above):  # dense is at 0, methods are orders of magnitude apart
+            axis.set_yscale("symlog", linthresh=float(above.min()))
+            axis.set_ylim(-0.1 * float(above.min()), 1.6 * float(above.max()))
         axis.set_title(f"{panel}\nn = {rows.iloc[0]['n']}", loc="left", fontsize=8.5)
         axis.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axis.set_xlabel("realized budget B")
