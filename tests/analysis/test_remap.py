@@ -54,20 +54,41 @@ def point(order, scale, ratio, perplexity, windows=6, budget=0.54):
 def test_gains_on_a_made_up_grid():
     grid = [
         point("off", -1, 0.0, 10.0),
-        point("hrm_first", 100, 0.2, 11.0), point("hrm_first", 500, 0.4, 13.0), point("hrm_first", 900, 0.8, 20.0),
+        point("hrm_first", 100, 0.2, 11.0), point("hrm_first", 500, 0.4, 13.0), point("hrm_first", 700, 0.55, 15.0),
+        point("hrm_first", 900, 0.8, 20.0),
         point("ascending", 100, 0.1, 11.0), point("ascending", 500, 0.6, 30.0),
         point("descending", 100, 0.2, 12.0), point("descending", 500, 0.5, 18.0),
     ]  # fmt: skip
     counts = remap.bootstrap.draws([0] * 6, 100, 0)
     table = gain_table(grid, counts)
-    first, second, third, mean = table.to_dict("records")
+    first, second, third, fourth, mean = table[table["row"] != "one"].to_dict("records")
     up = math.exp(np.interp(0.2, [0.1, 0.6], np.log([11.0, 30.0])))
     down = 12.0
     assert first["gain"] == pytest.approx(min(up, down) - 11.0) and first["against"] == "descending"
     down = math.exp(np.interp(0.4, [0.2, 0.5], np.log([12.0, 18.0])))
     up = math.exp(np.interp(0.4, [0.1, 0.6], np.log([11.0, 30.0])))
     assert down < up and second["gain"] == pytest.approx(down - 13.0) and second["skip_ratio"] == pytest.approx(0.4)
-    assert math.isnan(third["gain"]), "the fixed orders never skip 80 %"
+    assert math.isnan(third["gain"]), "descending never skips 55 %"
+    assert math.isnan(fourth["gain"]), "the fixed orders never skip 80 %"
+    alone = {(row["skip_scale"], row["against"]): row for row in table[table["row"] == "one"].to_dict("records")}
+    assert set(alone) == {
+        (100, "ascending"),
+        (100, "descending"),
+        (500, "ascending"),
+        (500, "descending"),
+        (700, "ascending"),
+    }
+    up_there = math.exp(np.interp(0.55, [0.1, 0.6], np.log([11.0, 30.0])))
+    row = alone[700, "ascending"]
+    assert row["gain"] == pytest.approx(up_there - 15.0) and row["low"] <= row["gain"] <= row["high"]
+    assert alone[500, "ascending"]["gain"] == pytest.approx(up - 13.0)
+    more = {"B_stage1": 0.5, "skip_ratio": 0.0, "perplexity": 9.0, "windows": 6, "delta_over_N": 0.1}
+    budgets = pd.DataFrame([{**vars(p), "stage1_budget": p.budget, **more} for p in grid])
+    budgets.loc[len(budgets)] = {**budgets.iloc[0], "order": "dense"}
+    said = remap.report(budgets, table)
+    assert sum("55.0%" in line and "not all fixed orders reach it" in line for line in said) == 1
+    assert sum("55.0%" in line and "against ascending alone" in line for line in said) == 1
+    assert not any("40.0%" in line and "alone" in line for line in said)
     assert mean["row"] == "mean" and mean["gain"] == pytest.approx((first["gain"] + second["gain"]) / 2)
     # All curves move together from draw to draw: far narrower than the perplexities themselves.
     assert first["low"] <= first["gain"] <= first["high"] and first["high"] - first["low"] < 0.2
@@ -77,7 +98,7 @@ def test_the_point_without_a_skip_is_on_every_curve():
     """A gain below what the fixed orders' smallest scale skips is against the line to no skip at all."""
     grid = [point("off", -1, 0.0, 10.0), point("hrm_first", 100, 0.1, 10.5)]
     grid += [point("ascending", 100, 0.2, 14.4), point("descending", 100, 0.4, 90.0)]
-    (row,) = gain_table(grid, remap.bootstrap.draws([0] * 6, 100, 0)).to_dict("records")
+    row = gain_table(grid, remap.bootstrap.draws([0] * 6, 100, 0)).iloc[0]
     # Half way from 10 to 14.4 by logarithms is 12; descending, a quarter of the way to 90, is at 17.3.
     assert row["gain"] == pytest.approx(12.0 - 10.5) and row["against"] == "ascending"
 
@@ -85,7 +106,7 @@ def test_the_point_without_a_skip_is_on_every_curve():
 def test_without_a_difference_there_is_no_gain():
     grid = [point("off", -1, 0.0, 10.0)]
     grid += [point(order, 100, 0.3, 11.0) for order in ("hrm_first", "ascending", "descending")]
-    (row,) = gain_table(grid, remap.bootstrap.draws([0] * 6, 100, 0)).to_dict("records")
+    row = gain_table(grid, remap.bootstrap.draws([0] * 6, 100, 0)).iloc[0]
     assert row["gain"] == pytest.approx(0.0, abs=1e-9) and row["low"] == pytest.approx(0.0, abs=1e-9)
 
 
