@@ -2,7 +2,7 @@
 
 Two cells are compared on the same samples only, and every interval is a paired one. Which method is best at a budget is
 a claim among many: its p-values are corrected for all comparisons of a panel (Holm). A cell that the report marks as
-suspect, such as one better than dense beyond its interval, is shown and wins nothing.
+suspect in any metric, such as one better than dense beyond its interval, is shown and wins nothing.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def panels(loaded: Loaded, *, by: str = "method") -> tuple[list[Panel], list[str
     for cell in loaded.cells:
         groups[cell.twin].append(cell)
     labels, series = method_labels(loaded.cells), series_labels(loaded.cells)
-    suspects = {(row.key, row.metric) for row in build_rows(loaded).level("cell") if row.suspect}
+    suspects = {row.key for row in build_rows(loaded).level("cell") if row.suspect}  # whatever the metric
     found: list[Panel] = []
     notes: list[str] = []
     for cells in groups.values():
@@ -197,8 +197,7 @@ def panels(loaded: Loaded, *, by: str = "method") -> tuple[list[Panel], list[str
                 if lacking[cell.key]
             ]
             if having:
-                marked = {key for key, measured in suspects if measured == metric}
-                found.append(_panel(metric, field, keys, having, dense, names, labels, marked))
+                found.append(_panel(metric, field, keys, having, dense, names, labels, suspects))
     found.sort(key=lambda panel: (panel.title, list(FIELDS).index(panel.metric)))
     return found, notes
 

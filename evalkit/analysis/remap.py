@@ -391,7 +391,7 @@ def gain_table(points: Sequence[Point], counts: Floats) -> pd.DataFrame:
             rows += [
                 _gain_row("one", budget, p.skip_scale, *at, alone[id(p), order])
                 for order in fixed
-                if not math.isnan(alone[id(p), order][0][0])
+                if len(fixed) > 1 and not math.isnan(alone[id(p), order][0][0])
             ]
         usable = [p for p in moved if not math.isnan(found[id(p)][0][0])]
         if len(usable) > 1:

@@ -23,6 +23,7 @@ from ..corpora import Corpora
 from ..errors import InputError, IntegrityError
 from ..methods.base import Method
 from ..methods.dense import Dense
+from ..methods.presets import calibrated
 from ..models.loading import load_model, load_tokenizer, locate, resolve_device, resolve_dtype
 
 SPREAD = 3
@@ -48,6 +49,7 @@ class Request:
         self.model.validate()
         if self.method is not None:
             self.method.validate()
+            calibrated(self.method, None)
         self.capture.validate(self.model, selects=self.method is not None)
 
 

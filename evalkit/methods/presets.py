@@ -72,14 +72,22 @@ def from_text(text: str, field: str = "method", calibrate: Callable[[Method], Me
                 raise InputError(f"method.{dotted}", value, "a run's own: give the calibrated value itself")
             method = _with(method, dotted, value, f"method.{dotted}")
         method.validate()
-        method = _calibrated(method, calibrate)
+        method = calibrated(method, calibrate)
     except InputError as error:
         raise InputError(field, text, f"{error.field}={error.value!r}: {error.allowed}") from None
     return method
 
 
-def _calibrated(method: Method, calibrate: Callable[[Method], Method] | None) -> Method:
-    """Never the preset's name over its default knob: the calibrated value, or an error."""
+def calibrated(method: Method, calibrate: Callable[[Method], Method] | None) -> Method:
+    """The method with its calibrated value, never a preset's name over its default knob.
+
+    Args:
+        method: validated.
+        calibrate: finds the value of a run's model and length; None = there is no run, which is refused.
+
+    Raises:
+        InputError: the method asks for a calibration and there is none to take.
+    """
     asked = next((name for name in _OF_A_RUN if getattr(method, name) is not None), None)
     if asked is None:
         return method

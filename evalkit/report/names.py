@@ -97,7 +97,7 @@ def series_labels(cells: Sequence[CellResult]) -> dict[str, str]:
     labels = {}
     for cell in cells:
         order = _order(cell)
-        detail = f", {_execution(cell)}" if len(executions[cell.method]) > 1 else ""
+        detail = f", {_execution(cell)}" if len(executions[cell.method]) > 1 and _execution(cell) else ""
         detail += f", skip, {order}" if order else ", no skip" if cell.method in skipping else ""
         labels[cell.key] = cell.method + detail
     return labels

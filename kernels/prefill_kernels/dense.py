@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from .capabilities import provides
 from .checks import check_heads, check_scale
 
-# For one query cuDNN adds up its splits in the order they finish: equal calls differ now and then in their last bits.
-ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+@contextlib.contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """Keep SDPA's calls inside from cuDNN on a CUDA device, by a flag of the process: not for several threads at once.
+
+    For one query cuDNN adds up its splits in the order they finish: equal calls differ now and then in their last bits.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @provides()
@@ -36,7 +51,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, q_offset: 
     if kv_len != q_offset + q_len:
         raise ValueError(f"kv_len={kv_len}: must be q_offset + q_len = {q_offset + q_len}")
     if q_len == 1:  # one query sees every key: no mask to build
-        with sdpa_kernel(ONE_QUERY):
+        with without_cudnn(q.device):
             return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
     if q_offset == 0:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

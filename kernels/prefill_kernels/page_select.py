@@ -145,8 +145,8 @@ def _chosen(q: Tensor, summaries: Tensor, own: Tensor, count: int, scale: float)
     page = torch.arange(pages, device=q.device)
     later = page >= own[:, None]
     logits = (q @ summaries.mT * scale).view(heads, group, rows, pages)
-    # A sum over the query heads is finite where every logit is. Within the softmax one NaN would take all scores along.
-    broken = ~logits.sum(1).isfinite()
+    # Within the softmax one NaN would take all scores along.
+    broken = ~logits.isfinite().all(1)
     logits.masked_fill_((broken | later)[:, None], float("-inf"))
     score = logits.softmax(-1).mean(1).masked_fill_(broken, float("inf"))
     # Scores are not negative, so that their bits order as they do; behind them, the lowest page first.

@@ -24,7 +24,7 @@ class Unions:
         members: int32 [Hkv, G, 8 * K], bit r set: the query of slot r selected the page, and sees some token of it;
             0 after ``count``.
         count: int32 [Hkv, G], |U_G|.
-        requests: int32 [G], request of each group.
+        requests: int32 [G], request of each group; shared by all calls of a shape, not to be written to.
     """
 
     ids: Tensor

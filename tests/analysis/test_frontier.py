@@ -235,6 +235,7 @@ def test_a_suspect_is_marked_and_wins_nothing(tmp_path, capsys):
     said, points, best, areas = analysed(tmp_path, capsys, budgets=(0.2, 0.4))
     losses = points[points["metric"] == "perplexity"].set_index("method")
     assert losses["suspect"].to_dict() == {"cosa": True, "xattention": False, "dense": False}
+    assert points[points["metric"] == "kl"].set_index("method")["suspect"]["cosa"], "in every panel"
     assert not losses.loc["cosa", "on_frontier"] and losses.loc["xattention", "on_frontier"]
     mine = best[best["metric"] == "perplexity"].set_index("budget")
     assert mine.loc[0.4, "best"] == "xattention" and " at 15.0%" in mine.loc[0.4, "suspects"]

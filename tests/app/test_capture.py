@@ -101,6 +101,10 @@ def test_help_names_the_sets(capsys):
 
 
 REFUSED = {
+    "a preset of a calibration": (
+        ["method=cosa-llama-3.1-8b"],
+        "method.calibration='results/calibration/{model}/cosa-llama-3.1-8b.yaml': no preset that a model's calibration",
+    ),
     "unknown name": (["lengths=[1]"], "lengths='[1]': known: capture, method, model, set"),
     "unknown key": (["capture.lenghts=[1]"], "capture.lenghts: no such setting; did you mean lengths"),
     "model": (["model=smolm2"], "model=smolm2: did you mean smollm2, smollm2-yarn?"),
