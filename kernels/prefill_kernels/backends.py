@@ -101,7 +101,8 @@ def choose_backend(stage: str, backend: str, device: torch.device, refusals: Map
     Raises:
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
-    resolve_backend(backend)
+    if backend not in refusals:
+        resolve_backend(backend)
     chosen = "torch"
     if backend == "auto" and device.type == "cuda":
         for name, refusal in refusals.items():

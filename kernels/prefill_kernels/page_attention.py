@@ -25,7 +25,7 @@ from .page_search import cuda_problem, search_unions, searches
 from .page_stats import PageStats, page_stats
 from .paged import PagedKV
 from .pages import GROUP, PagePlan, page_support, visible_tokens
-from .regroup import regroup_queries, regroups
+from .regroup import execution_order, regroups
 from .unions import Unions, prepare_unions
 
 PAGE_BACKENDS = ("torch", "triton", "hopper", "cluster")
@@ -103,7 +103,7 @@ def _search(plan: PagePlan, backend: str) -> Unions:
             return search_unions(plan, backend="cuda")
         record_refusal("regroup" if searches(plan) else "union", "cuda", reason)
     search = _prepared_by("regroup", "triton_regroup", plan, backend) if regroups(plan) else "torch"
-    ids = regroup_queries(plan, backend=search)
+    ids = execution_order(plan, backend=search)
     return prepare_unions(plan, ids, backend=_prepared_by("union", "triton_unions", plan, backend))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .backends import BackendUnavailable, record_call, record_refusal
 from .pages import PagePlan
-from .regroup import regroup_queries, regroups
+from .regroup import execution_order, regroups
 from .unions import Unions, prepare_unions
 
 SEARCH_BACKENDS = ("torch", "triton", "cuda")
@@ -37,7 +37,7 @@ def search_unions(plan: PagePlan, *, backend: str = "auto") -> Unions:
         if backend == "cuda":
             raise BackendUnavailable(f"backend='cuda': {reason}")
         record_refusal("regroup", "cuda", reason)
-    return prepare_unions(plan, regroup_queries(plan, backend=backend), backend=backend)
+    return prepare_unions(plan, execution_order(plan, backend=backend), backend=backend)
 
 
 def searches(plan: PagePlan) -> bool:

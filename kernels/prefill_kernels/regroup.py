@@ -77,11 +77,16 @@ def regroup_queries(plan: PagePlan, *, backend: str = "auto") -> Tensor:
         ValueError: the plan is broken.
         BackendUnavailable: a backend asked for by name cannot run the call.
     """
+    order = execution_order(plan, backend=backend)
+    return order if regroups(plan) and plan.length > 0 else order.clone()
+
+
+def execution_order(plan: PagePlan, *, backend: str = "auto") -> Tensor:
+    """:func:`regroup_queries` without a copy: an order that nothing searched is kept, and of all calls of the shape."""
     plan.check_shapes()
     device = plan.pages.device
     if not regroups(plan) or plan.length == 0:
-        # What is kept serves every later call of the shape.
-        return identity_ids(plan.cu_seqlens, plan.num_kv_heads, device).clone()
+        return identity_ids(plan.cu_seqlens, plan.num_kv_heads, device)
 
     if choose_backend("regroup", backend, device, {"triton": triton_refusal("triton_regroup", plan)}) == "triton":
         from .triton_regroup import regroup_triton

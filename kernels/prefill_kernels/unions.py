@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import BackendUnavailable, choose_backend, record_call, record_refusal, triton_refusal
+from .backends import choose_backend, triton_refusal
 from .checks import check_table
 from .pages import GROUP, PagePlan, group_requests, page_support
 
@@ -19,12 +19,13 @@ class Unions:
     All are contiguous.
 
     Attributes:
-        ids: int32 [Hkv, G * 8], original query index (along N) of each execution slot, -1 in tail slots.
+        ids: int32 [Hkv, G * 8], original query index (along N) of each execution slot, -1 in tail slots; an order that
+            nothing searched is shared by all calls of a shape, not to be written to.
         pages: int32 [Hkv, G, 8 * K], pages of the group, each once, ascending, -1 after ``count``.
         members: int32 [Hkv, G, 8 * K], bit r set: the query of slot r selected the page, and sees some token of it;
             0 after ``count``.
         count: int32 [Hkv, G], |U_G|.
-        requests: int32 [G], request of each group; shared by all calls of a shape, not to be written to.
+        requests: int32 [G], request of each group; shared likewise.
     """
 
     ids: Tensor
@@ -65,19 +66,18 @@ def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Uni
     check_table("ids", ids, (plan.num_kv_heads, plan.groups * GROUP), torch.int32, plan.pages.device)
     ids = ids.contiguous()
 
-    if backend == "cuda" or (backend == "auto" and plan.pages.device.type == "cuda"):
-        from .cuda_page_search import refusal, search_cuda
+    def cuda_refusal() -> str | None:
+        from .cuda_page_search import refusal
 
-        if (reason := refusal(plan)) is None:
-            record_call("union", "cuda")
-            return search_cuda(plan, ids)
-        if backend == "cuda":
-            raise BackendUnavailable(f"backend='cuda': {reason}")
-        record_refusal("union", "cuda", reason)
-    if (
-        choose_backend("union", backend, plan.pages.device, {"triton": triton_refusal("triton_unions", plan)})
-        == "triton"
-    ):
+        return refusal(plan)
+
+    refusals = {"cuda": cuda_refusal, "triton": triton_refusal("triton_unions", plan)}
+    chosen = choose_backend("union", backend, plan.pages.device, refusals)
+    if chosen == "cuda":
+        from .cuda_page_search import search_cuda
+
+        return search_cuda(plan, ids)
+    if chosen == "triton":
         from .triton_unions import unions_triton
 
         return unions_triton(plan, ids)

@@ -646,3 +646,23 @@ def test_beside_a_hopper_kernel_one_kernel_searches_and_rows_say_so(
 def test_settings_name_the_searches():
     with pytest.raises(BenchError, match="search"):
         replace(SMALL, search="torch").validate()
+
+
+def test_no_order_is_made_within_a_timed_call_but_by_a_search(bench, capture, monkeypatch):
+    """The original order is there before the call, as a precomputed one is."""
+    made, real = [], pages.regroup_queries
+    monkeypatch.setattr(pages, "regroup_queries", lambda *a, **kw: made.append(1) or real(*a, **kw))
+    selection = captured_pages(capture, 0)[0].last(200)
+    case = pages.case_of(SMALL, bench, selection, "model", {})
+    counted = {}
+
+    def in_turn(groups, rounds):
+        for name, calls in groups.items():
+            before = len(made)
+            calls[0]()
+            counted[name] = len(made) - before
+        return {name: [1.0] for name in groups}
+
+    bench.in_turn = in_turn
+    pages.measure_paths(replace(SMALL, host=False), case, "torch")
+    assert set(counted) >= {"original", "precomputed_64", "online_64"} and not any(counted.values())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from prefill_kernels import PagedKV, PagePlan
+from prefill_kernels import PagedKV, PagePlan, regroup_queries
 from torch import Tensor
 
 CASES: dict[str, dict[str, Any]] = {
@@ -127,3 +128,31 @@ def halves(page_size: int = 16, pages: int = 12) -> Case:
     rows[0, 12:16, 0] = torch.tensor([7, 7, 7], dtype=torch.int32)
     rows[0, 19, 0] = torch.tensor([0, 11, 3], dtype=torch.int32)
     return one.planned(pages=rows)
+
+
+def any_order(plan, seed):
+    """A random order of the queries within each request, as ids by execution slot."""
+    ids, slot = regroup_queries(replace(plan, regroup=0), backend="torch"), 0
+    draws = torch.Generator().manual_seed(seed)
+    for begin, end in itertools.pairwise(plan.cu_seqlens):
+        for head in range(plan.num_kv_heads):
+            drawn = begin + torch.randperm(end - begin, generator=draws)
+            ids[head, slot : slot + end - begin] = drawn.to(ids)
+        slot += -(-(end - begin) // 8) * 8
+    return ids
+
+
+def degenerate(plan):
+    """The plan with selections that are equal, empty, repeated, sorted or beyond all pages."""
+    width = plan.width
+    own = torch.arange(width, dtype=torch.int32, device=plan.pages.device)
+    for pages in (
+        plan.pages[:, :1].expand_as(plan.pages),
+        torch.full_like(plan.pages, -1),
+        own.expand_as(plan.pages),
+        own.flip(0).expand_as(plan.pages) * 37 % width,
+        torch.full_like(plan.pages, 3),
+        torch.full_like(plan.pages, 2**31 - 1),
+        plan.pages.sort(-1).values,
+    ):
+        yield replace(plan, pages=pages.contiguous())

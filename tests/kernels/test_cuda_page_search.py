@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -49,16 +46,6 @@ def equal(got, want):
     return [name for name in FIELDS if not torch.equal(getattr(got, name), getattr(want, name))] == []
 
 
-def any_order(plan, seed):
-    """A random order within each request."""
-    ids, slot, rng = regroup_queries(replace(plan, regroup=0), backend="torch").clone(), 0, random.Random(seed)
-    for begin, end in itertools.pairwise(plan.cu_seqlens):
-        for head in range(plan.num_kv_heads):
-            ids[head, slot : slot + end - begin] = torch.tensor(rng.sample(range(begin, end), end - begin))
-        slot += -(-(end - begin) // 8) * 8
-    return ids
-
-
 @pytest.mark.parametrize("regroup", [64, 128])
 @pytest.mark.parametrize("requests,page_size,width,kv_heads,capacity", CASES)
 def test_search_and_unions(requests, page_size, width, kv_heads, capacity, regroup):
@@ -78,21 +65,12 @@ def test_unions_of_an_order_that_is_there(requests, page_size, width, kv_heads, 
         requests, heads=(kv_heads, kv_heads), page_size=page_size, width=width, seed=3, local=True, regroup=regroup,
         capacity=capacity,
     ).plan  # fmt: skip
-    for ids in (regroup_queries(plan, backend="torch"), any_order(plan, seed=regroup)):
+    for ids in (regroup_queries(plan, backend="torch"), page_cases.any_order(plan, seed=regroup)):
         assert equal(kernel.search_cuda(plan, ids.contiguous()), prepare_unions(plan, ids, backend="torch"))
 
 
 @pytest.mark.parametrize("regroup", [64, 128])
 def test_equal_empty_and_repeated_selections(regroup):
     plan = page_cases.make([(137, 3000)], page_size=16, width=16, regroup=regroup).plan
-    own = torch.arange(16, dtype=torch.int32)
-    for pages in (
-        plan.pages[:, :1].expand_as(plan.pages),
-        torch.full_like(plan.pages, -1),
-        own.expand_as(plan.pages),
-        own.flip(0).expand_as(plan.pages) * 37 % 16,
-        torch.full_like(plan.pages, 3),
-        torch.full_like(plan.pages, 2**31 - 1),
-    ):
-        one = replace(plan, pages=pages.contiguous())
+    for one in page_cases.degenerate(plan):
         assert equal(kernel.search_cuda(one), search_unions(one, backend="torch"))

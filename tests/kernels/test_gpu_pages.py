@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import page_cases
@@ -152,13 +151,7 @@ def test_the_kernel_prepares_unions_of_any_order(fused, requests, page_size, wid
         requests, heads=(kv_heads, kv_heads), page_size=page_size, width=width, seed=5, local=True, device="cuda",
         regroup=regroup, capacity=capacity,
     ).plan  # fmt: skip
-    own = regroup_queries(plan, backend="torch").clone()
-    other, slot = own.clone(), 0
-    for begin, end in itertools.pairwise(plan.cu_seqlens):
-        for head in range(kv_heads):
-            other[head, slot : slot + end - begin] = begin + torch.randperm(end - begin, device="cuda").int()
-        slot += -(-(end - begin) // 8) * 8
-    for ids in (own, other):
+    for ids in (regroup_queries(plan, backend="torch"), page_cases.any_order(plan, seed=regroup)):
         want = prepare_unions(plan, ids, backend="torch")
         for pages in layouts(plan):
             got = prepare_unions(replace(plan, pages=pages), ids, backend="cuda")
@@ -169,16 +162,7 @@ def test_the_kernel_prepares_unions_of_any_order(fused, requests, page_size, wid
 @pytest.mark.parametrize("regroup", [64, 128])
 def test_one_kernel_where_every_query_selects_alike_or_nothing(fused, regroup):
     plan = page_cases.make([(200, 9000)], page_size=16, width=16, device="cuda", regroup=regroup, capacity=1024).plan
-    own = torch.arange(16, dtype=torch.int32, device="cuda")
-    for pages in (
-        plan.pages[:, :1].expand_as(plan.pages),
-        torch.full_like(plan.pages, -1),
-        own.expand_as(plan.pages),
-        own.flip(0).expand_as(plan.pages) * 37 % 16,
-        torch.full_like(plan.pages, 3),
-        plan.pages.sort(-1).values,
-    ):
-        one = replace(plan, pages=pages.contiguous())
+    for one in page_cases.degenerate(plan):
         got, want = (search_unions(one, backend=backend) for backend in ("cuda", "torch"))
         assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in UNIONS)
 

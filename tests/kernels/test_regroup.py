@@ -9,7 +9,7 @@ import page_cases
 import pytest
 import torch
 from page_cases import backend  # noqa: F401 - a fixture
-from prefill_kernels import BackendUnavailable, PagePlan, regroup_queries, regroups
+from prefill_kernels import BackendUnavailable, PagePlan, regroup_queries, regroups, search_unions
 from prefill_kernels.regroup import beyond_capacity, greedy_order
 
 EXAMPLE = [{1, 2}, {8, 9}, {2, 3}, {3, 4}, {8, 10}, {9, 10}]
@@ -203,3 +203,10 @@ def test_what_is_returned_is_the_callers_own(backend, regroup):  # noqa: F811
     want = ids.clone()
     ids += 1
     assert torch.equal(regroup_queries(plan, backend=backend), want)
+
+
+def test_what_a_call_uses_itself_is_not_copied():
+    """The original order is free: no kernel copies it in a call that does not search."""
+    plan = page_cases.make([(20, 60)], heads=(2, 2)).plan
+    first, second = (search_unions(plan, backend="torch").ids for _ in range(2))
+    assert first.data_ptr() == second.data_ptr() != regroup_queries(plan).data_ptr()
