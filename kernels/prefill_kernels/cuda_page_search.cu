@@ -8,7 +8,8 @@
 // Then the first warp searches. A lane holds `left`, the entries of its W / 32 queries that U does not cover; a pick i
 // clears from it what table[i] says, and the cost |S_j \ U| is a population count. A pick is thus a chain of one load,
 // one count and one reduction. Keys are (cost, byte offset of the query's row), whose order is that of (cost, query).
-// Last, one warp a group walks masks in ascending order of the pages: pages, members by execution slot, count.
+// Last, one warp a group walks masks in ascending order of the pages: pages, members by execution slot, count. It enters
+// the group in the queue of what attends next, in the bin of its count; the order within a bin is that of arrival.
 //
 // A request of more pages than the capacity keeps its order. Its pages may lie beyond the rows of masks, which are then
 // filled again for the next stretch of pages.
@@ -27,6 +28,7 @@ constexpr uint32_t kWarp = 0xffffffffu;
 constexpr int kOffsetBits = 18;  // of a row of the table, below the cost
 constexpr uint32_t kOffset = (1u << kOffsetBits) - 1;
 constexpr uint32_t kTaken = 1u << 31;  // above every cost
+constexpr int kBins = 64;
 
 struct Call {
     const int* pages;      // [N, Hkv, width] with strides
@@ -38,8 +40,11 @@ struct Call {
     int* union_pages;      // [Hkv, groups, 8 * width]
     int* members;          // [Hkv, groups, 8 * width]
     int* counts;           // [Hkv, groups]
+    int* sizes;            // [kBins], zeros before
+    int* lines;            // [kBins, Hkv * groups]
     long long query_stride, head_stride;
     int page_size, capacity, rows, width, groups;  // rows: of masks, a multiple of 32
+    int bin_shift, items;                          // a count's bin; Hkv * groups
 };
 
 template <int W, int BITS>
@@ -265,8 +270,13 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
         }
     }
     if (queries == 0) return;
+    if (lane == 0) {
+        const int bin = max(0, kBins - 1 - (found >> call.bin_shift));
+        const int at = atomicAdd(call.sizes + bin, 1);
+        call.lines[static_cast<long long>(bin) * call.items + at] = static_cast<int>(item);
+        call.counts[item] = found;
+    }
     for (int n = found + lane; n < kGroup * call.width; n += 32) union_pages[n] = -1, members[n] = 0;
-    if (lane == 0) call.counts[item] = found;
 }
 
 template <int W, int BITS>
@@ -287,12 +297,14 @@ cudaError_t start(const Call& call, int windows, int heads, cudaStream_t stream)
 // 0 or a cudaError_t. `window` is 64 or 128, `width` at most 64; strides count elements. Of `order` and `ids` one is null.
 extern "C" int page_search_launch(const int* pages, const int* positions, const int* kv_lens, const void* windows,
                                   const int* order, int* ids, int* union_pages, int* members, int* counts,
-                                  long long query_stride, long long head_stride, int page_size, int capacity, int rows,
-                                  int width, int groups, int window, int window_count, int heads, void* stream) {
+                                  int* sizes, int* lines, long long query_stride, long long head_stride, int page_size,
+                                  int capacity, int rows, int width, int groups, int bin_shift, int window,
+                                  int window_count, int heads, void* stream) {
     const Call call = {pages,  positions,    kv_lens,     static_cast<const int4*>(windows),
                        order,  ids,          union_pages, members,
-                       counts, query_stride, head_stride, page_size,
-                       capacity, rows,       width,       groups};
+                       counts, sizes,        lines,       query_stride,
+                       head_stride, page_size, capacity,  rows,
+                       width,  groups,       bin_shift,   heads * groups};
     const auto run = window == 64 ? width <= 16   ? start<64, 16>
                                     : width <= 32 ? start<64, 32>
                                                   : start<64, 64>

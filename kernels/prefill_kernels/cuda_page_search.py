@@ -16,7 +16,7 @@ from torch import Tensor
 from . import nvcc
 from .backends import BackendUnavailable
 from .pages import GROUP, PagePlan, group_requests, windows
-from .unions import Unions
+from .unions import GroupQueue, Unions
 
 SOURCE = Path(__file__).with_name("cuda_page_search.cu")
 MAX_WIDTH = 64
@@ -72,7 +72,7 @@ def library() -> ctypes.CDLL:
 def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     """A build of the source, with the types of its functions."""
     loaded.page_search_launch.argtypes = (
-        [ctypes.c_void_p] * 9 + [ctypes.c_longlong] * 2 + [ctypes.c_int] * 8 + [ctypes.c_void_p]
+        [ctypes.c_void_p] * 11 + [ctypes.c_longlong] * 2 + [ctypes.c_int] * 9 + [ctypes.c_void_p]
     )
     loaded.page_search_launch.restype = ctypes.c_int
     loaded.page_search_problem.argtypes = []
@@ -100,6 +100,7 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
     pages = torch.empty(heads, groups, GROUP * plan.width, dtype=torch.int32, device=device)
     members = torch.empty_like(pages)
     count = torch.empty(heads, groups, dtype=torch.int32, device=device)
+    queue = GroupQueue.empty(heads * groups, device)
     with torch.cuda.device(device):
         run = library()
         code = run.page_search_launch(
@@ -112,6 +113,8 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
             pages.data_ptr(),
             members.data_ptr(),
             count.data_ptr(),
+            queue.sizes.data_ptr(),
+            queue.lines.data_ptr(),
             selected.stride(1),
             selected.stride(2),
             plan.page_size,
@@ -119,6 +122,7 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
             rows(plan),
             plan.width,
             groups,
+            GroupQueue.bin_shift(pages.shape[2]),
             window,
             len(table),
             heads,
@@ -126,4 +130,4 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
         )
     if code:
         raise BackendUnavailable(f"backend='cuda': {run.page_search_error(code).decode()} ({code})")
-    return Unions(found, pages, members, count, group_requests(plan.cu_seqlens, device))
+    return Unions(found, pages, members, count, group_requests(plan.cu_seqlens, device), queue)

@@ -1,9 +1,12 @@
 """ID-aware union attention for Hopper (sm_90) in Gluon: each page is loaded once for a group of eight queries.
 
-One program works through execution groups, taking the next from a counter: 8 slots x 16 query heads (heads beyond the
-real ones are padding) = 128 rows. Three partitions share it: two consumers of four warps with four slots each, and one
-warp that walks the groups' page unions and keeps a ring of K and one of V pages filled, also beyond the end of a group,
-and fetches the next group's queries by their ids. Steps are counted through all groups of a program.
+One program works through execution groups: 8 slots x 16 query heads (heads beyond the real ones are padding) = 128
+rows. Four partitions share it: two consumers of four warps with four slots each; a loader of one warp, which walks the
+groups' page unions and keeps a ring of K and one of V pages filled, also beyond the end of a group, and fetches the
+next group's queries by their ids; and a scheduler of one warp, which takes the next group from the queue
+(:class:`prefill_kernels.unions.GroupQueue`) and describes it in a note to the others. It does so a few pages before
+the loader needs it: as late as latency allows, since a group taken early waits here while another program may be idle.
+Steps are counted through all groups of a program.
 
 A consumer works in runs: pages in a row that one of its four slots selected. Inside a run the QK product of the next
 page is in flight together with the PV product of this one while this one's softmax is done. A page that none of its
@@ -45,15 +48,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .fp8 import Fp8KV
 from .paged import PagedKV
 from .pages import PagePlan
-from .unions import Unions
+from .unions import BINS, GroupQueue, Unions
 
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_Shared = gl.shared_memory_descriptor
+_reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 PAGE = 128
 HEAD_ROWS = 16
 """Rows of a slot; query heads beyond the real ones are padding."""
 STAGES: dict[bool, tuple[int, int]] = {False: (2, 3), True: (4, 5)}
 """K pages and V pages in their rings, by whether the pages are FP8."""
+AHEAD = 4
+"""Pages before a group's end at which the next group is taken."""
 PREDICATE = False
 """Whether warps without a member leave out their exponentials by a branch."""
 KEY_BOX = [8, 2, 4, 2]
@@ -89,36 +96,89 @@ def _load_values(
 
 
 @gluon.jit
-def _load_queries(desc, tile, full, ids, first, head, D: gl.constexpr, HEADS: gl.constexpr, HALF: gl.constexpr):
+def _noted(note, part: gl.constexpr, place: gl.constexpr, WARPS: gl.constexpr):
+    """One number of a note; every thread holds all eight of a part."""
+    every: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    eight = note.slice(part * 8, 8).load(every)
+    return gl.sum(gl.where(gl.arange(0, 8, every) == place, eight, 0), 0)
+
+
+@gluon.jit
+def _load_queries(desc, tile, full, note, head, D: gl.constexpr, HEADS: gl.constexpr, HALF: gl.constexpr):
     """Start the loads of a half's four slots, 64 columns at a time, as the layout of a tile of 64 rows has them.
 
     Rows of padding heads are whatever follows, those of empty slots query 0; neither is ever stored.
     """
     panels: gl.constexpr = D // 64
-    boxes = tile._reinterpret(tile.dtype, [panels * 4, 1, 16, 64], desc.layout)
+    boxes = _reinterpret(tile, tile.dtype, [panels * 4, 1, 16, 64], desc.layout)
     for slot in gl.static_range(4):
-        query = gl.maximum(gl.load(ids + first + HALF * 4 + slot), 0)
+        query = gl.maximum(_noted(note, 1, HALF * 4 + slot, 1), 0)
         for panel in gl.static_range(panels):
             _load_tile(desc, [query, head * HEADS, panel * 64], full, boxes.index(panel * 4 + slot))
 
 
 @gluon.jit
 def _describe_group(
-    item, place, ids, positions, pages, members, counts, requests, kv_lens, table, items, groups, width, table_stride,
+    line, ids, positions, pages, members, counts, requests, kv_lens, table, groups, width, table_stride,
 ):  # fmt: skip
-    """Request, first page (logical and physical) and note of a group; past the last one, of the last one."""
-    item = gl.minimum(item, items - 1)
-    group = groups - 1 - item % groups  # late groups, which select the most, first
-    line = item // groups * groups + group
-    request = gl.load(requests + group)
+    """The note of a group, 32 numbers.
+
+    Its line (head * G + group; -1: no more groups), |U_G|, the members of its first page, its request and its first
+    page, logical and physical; from place 8 on the query of each slot, from 16 on the last token that the slot may see.
+    """
+    place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     list_at = line.to(gl.int64) * width
+    request = gl.load(requests + line % groups)
     logical = gl.load(pages + list_at)
+    query = gl.load(ids + line * 8 + place % 8)
+    first = gl.where(place == 1, gl.load(counts + line), gl.where(place == 2, gl.load(members + list_at), line))
     page = gl.load(table + request * table_stride + gl.maximum(logical, 0))
     last = gl.load(kv_lens + request) - 1
-    query = gl.load(ids + line * 8 + place % 8)
     limit = gl.minimum(gl.where(query >= 0, gl.load(positions + gl.maximum(query, 0)), last), last)
-    start = gl.where(place == 0, item, gl.where(place == 1, gl.load(counts + line), gl.load(members + list_at)))
-    return request, logical, page, gl.where(place < 8, start, gl.where(place < 16, query, limit))
+    first = gl.where(place == 3, request, gl.where(place == 4, logical, gl.where(place == 5, page, first)))
+    return gl.where(place < 8, first, gl.where(place < 16, query, limit))
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _scheduler(
+    notes, claim, noted, free,
+    ids, positions, pages, members, counts, requests, kv_lens, table, sizes, lines,
+    items, groups, width, table_stride, BINS: gl.constexpr,
+):  # fmt: skip
+    """Take groups from the queue and describe them, each when the loader claims it.
+
+    A ticket is a place in the queue. All programs together draw as many as there are groups, the last of each in vain:
+    whoever draws the last one leaves the count at 0 for the next call.
+    """
+    ends = gl.associative_scan(
+        gl.load(sizes + gl.arange(0, BINS, gl.BlockedLayout([BINS // 32], [32], [1], [0]))), 0, _plus
+    )
+    ticket = gl.program_id(0)
+    turn = 0
+    while ticket < items:
+        passed = ends <= ticket
+        place = ticket - gl.max(gl.where(passed, ends, 0), 0)
+        line = gl.load(lines + gl.sum(passed.to(gl.int32), 0) * items + place)
+        note = _describe_group(
+            line, ids, positions, pages, members, counts, requests, kv_lens, table, groups, width, table_stride
+        )
+        mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
+        notes.index(turn % 2).store(note)
+        mbarrier.arrive(noted.index(turn % 2), count=1)
+        mbarrier.wait(claim, turn & 1)
+        drawn = gl.atomic_add(sizes + BINS, 1, sem="relaxed")
+        if drawn == items - 1:
+            gl.store(sizes + BINS, 0)
+        ticket = gl.num_programs(0) + drawn
+        turn += 1
+    mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    notes.index(turn % 2).store(gl.full([32], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(noted.index(turn % 2), count=1)
 
 
 @gluon.jit
@@ -142,66 +202,48 @@ def _load_page(
 
 @gluon.jit
 def _loader(
-    q_desc, k_desc, v_desc, v_tail, q_ring, k_ring, v_ring, notes, q_full, noted, free, k_full, v_full, done,
-    ids, positions, pages, members, counts, requests, kv_lens, table, counter,
-    items, groups, width, table_stride, heads,
+    q_desc, k_desc, v_desc, v_tail, q_ring, k_ring, v_ring, notes, q_full, claim, noted, k_full, v_full, done,
+    pages, kv_lens, table, groups, width, table_stride, heads,
     D: gl.constexpr, HEADS: gl.constexpr, FP8: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, RING: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings. When both halves are done with step j, K of j and V of j - 2 are free.
-
-    A group is announced by a note: its number (-1: no more), |U_G|, the first page's members, and of each slot the
-    query and the last token it may see.
-    """
+    """Fill the rings. When both halves are done with step j, K of j and V of j - 2 are free."""
     gl.static_assert(VS >= 3)
     gl.static_assert(RING >= KS)
     gl.static_assert(RING > VS - 2)
-    place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    item = gl.program_id(0)
-    request, logical, page, note = _describe_group(
-        item, place, ids, positions, pages, members, counts, requests, kv_lens, table,
-        items, groups, width, table_stride)  # fmt: skip
+    gl.static_assert(AHEAD >= 1)
     first_step = 0
     turn = 0
-    while item < items:
-        head = item // groups
-        line = head * groups + groups - 1 - item % groups
-        count = gl.load(counts + line)
+    mbarrier.wait(noted.index(0), 0)
+    line = _noted(notes.index(0), 0, 0, 1)
+    while line >= 0:
+        note = notes.index(turn % 2)
+        count = _noted(note, 0, 1, 1)
+        request = _noted(note, 0, 3, 1)
+        logical = _noted(note, 0, 4, 1)
+        page = _noted(note, 0, 5, 1)
+        head = line // groups
+        mbarrier.expect(q_full.index(turn % 2), 128 * D * 2)
+        for half in gl.static_range(2):
+            tile = q_ring.index(turn % 2 * 2 + half)
+            _load_queries(q_desc, tile, q_full.index(turn % 2), note, head, D, HEADS, half)
         kv_len = gl.load(kv_lens + request)
         tail_page = gl.where(kv_len % 128 == 0, -1, kv_len // 128)
         list_at = line.to(gl.int64) * width
         lookup = table + request * table_stride
-        mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
-        notes.index(turn % 2).store(note)
-        mbarrier.arrive(noted.index(turn % 2), count=1)
-        mbarrier.expect(q_full.index(turn % 2), 128 * D * 2)
-        for half in gl.static_range(2):
-            tile = q_ring.index(turn % 2 * 2 + half)
-            _load_queries(q_desc, tile, q_full.index(turn % 2), ids, line * 8, head, D, HEADS, half)
-        # The next group is asked for and described once the rings are full of this one.
-        early = gl.minimum(count, KS)
-        for j in range(early):
-            logical, page = _load_page(
-                k_desc, v_desc, v_tail, k_ring, v_ring, k_full, v_full, done, pages + list_at, lookup,
-                logical, page, j, count, first_step + j, tail_page, request, head, heads,
-                D, FP8, KS, VS, RING)  # fmt: skip
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        next_request, next_logical, next_page, note = _describe_group(
-            following, place, ids, positions, pages, members, counts, requests, kv_lens, table,
-            items, groups, width, table_stride)  # fmt: skip
-        for j in range(early, count):
+        if count == 0:
+            mbarrier.arrive(claim, count=1)
+        for j in range(count):
+            if j == gl.maximum(count - AHEAD, 0):
+                mbarrier.arrive(claim, count=1)
             logical, page = _load_page(
                 k_desc, v_desc, v_tail, k_ring, v_ring, k_full, v_full, done, pages + list_at, lookup,
                 logical, page, j, count, first_step + j, tail_page, request, head, heads,
                 D, FP8, KS, VS, RING)  # fmt: skip
         first_step += count
         turn += 1
-        item = following
-        request = next_request
-        logical = next_logical
-        page = next_page
-    mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    notes.index(turn % 2).store(gl.full([32], -1, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(noted.index(turn % 2), count=1)
+        mbarrier.wait(noted.index(turn % 2), (turn // 2) & 1)
+        line = _noted(notes.index(turn % 2), 0, 0, 1)
 
 
 @gluon.jit
@@ -342,7 +384,7 @@ def _operand(p, layout: gl.constexpr, FP8: gl.constexpr, dtype: gl.constexpr):
 def _qk(q, ring, full, step, zero, page_layout: gl.constexpr, STAGES: gl.constexpr):
     """Issue the QK product of a step."""
     mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    keys = ring.index(step % STAGES)._reinterpret(ring.dtype, [128, q.shape[1]], page_layout)
+    keys = _reinterpret(ring.index(step % STAGES), ring.dtype, [128, q.shape[1]], page_layout)
     return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -385,19 +427,11 @@ def _skip(members, bits, step, count, first_step, k_full, v_full, done, WG: gl.c
 
 
 @gluon.jit
-def _noted(notes, part: gl.constexpr, place: gl.constexpr):
-    """One number of a note; every thread holds all eight of a part."""
-    every: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    eight = notes.slice(part * 8, 8).load(every)
-    return gl.sum(gl.where(gl.arange(0, 8, every) == place, eight, 0), 0)
-
-
-@gluon.jit
-def _of_slot(notes, part: gl.constexpr, WG: gl.constexpr, layout: gl.constexpr):
+def _of_slot(note, part: gl.constexpr, WG: gl.constexpr, layout: gl.constexpr):
     """The number of each row's slot [64]."""
     slot = gl.arange(0, 64, layout) // 16
-    low = gl.where(slot == 0, _noted(notes, part, WG * 4), _noted(notes, part, WG * 4 + 1))
-    high = gl.where(slot == 2, _noted(notes, part, WG * 4 + 2), _noted(notes, part, WG * 4 + 3))
+    low = gl.where(slot == 0, _noted(note, part, WG * 4, 4), _noted(note, part, WG * 4 + 1, 4))
+    high = gl.where(slot == 2, _noted(note, part, WG * 4 + 2, 4), _noted(note, part, WG * 4 + 3, 4))
     return gl.where(slot < 2, low, high)
 
 
@@ -434,18 +468,18 @@ def _consumer(
     first_step = 0
     turn = 0
     mbarrier.wait(noted.index(0), 0)
-    item = _noted(notes.index(0), 0, 0)
-    while item >= 0:
+    line = _noted(notes.index(0), 0, 0, 4)
+    while line >= 0:
         note = notes.index(turn % 2)
-        count = _noted(note, 0, 1)
-        bits = _noted(note, 0, 2)
+        count = _noted(note, 0, 1, 4)
+        bits = _noted(note, 0, 2, 4)
         limit = _of_slot(note, 2, WG, row)
         query = _of_slot(note, 1, WG, o_row)
         low = gl.minimum(
-            gl.minimum(_noted(note, 2, WG * 4), _noted(note, 2, WG * 4 + 1)),
-            gl.minimum(_noted(note, 2, WG * 4 + 2), _noted(note, 2, WG * 4 + 3)))  # fmt: skip
-        head = item // groups
-        list_at = (head * groups + groups - 1 - item % groups).to(gl.int64) * width
+            gl.minimum(_noted(note, 2, WG * 4, 4), _noted(note, 2, WG * 4 + 1, 4)),
+            gl.minimum(_noted(note, 2, WG * 4 + 2, 4), _noted(note, 2, WG * 4 + 3, 4)))  # fmt: skip
+        head = line // groups
+        list_at = line.to(gl.int64) * width
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         if FP8:
             tile = q8_tile.index(WG)
@@ -522,15 +556,16 @@ def _consumer(
         first_step += count
         turn += 1
         mbarrier.wait(noted.index(turn % 2), (turn // 2) & 1)
-        item = _noted(notes.index(turn % 2), 0, 0)
+        line = _noted(notes.index(turn % 2), 0, 0, 4)
 
 
 @gluon.jit
 def _union_attention(
-    q_desc, k_desc, v_desc, v_tail, out, ids, positions, pages, members, counts, requests, kv_lens, table, counter,
+    q_desc, k_desc, v_desc, v_tail, out, ids, positions, pages, members, counts, requests, kv_lens, table, sizes, lines,
     k_scale, v_scale, scale, items, groups, width, table_stride, out_head_stride, out_stride,
     D: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, page_layout: gl.constexpr,
     FP8: gl.constexpr, PREDICATE: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, RING: gl.constexpr,
+    AHEAD: gl.constexpr, BINS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     q_dtype: gl.constexpr = q_desc.dtype
@@ -546,11 +581,13 @@ def _union_attention(
     notes = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
+    claim = gl.allocate_shared_memory(gl.int64, [1], bars)
     noted = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], bars)
     done = gl.allocate_shared_memory(gl.int64, [RING, 1], bars)
+    mbarrier.init(claim, count=1)
     for j in gl.static_range(2):
         mbarrier.init(q_full.index(j), count=1)
         mbarrier.init(noted.index(j), count=1)
@@ -573,12 +610,15 @@ def _union_attention(
                 out, pages, members, k_scale, v_scale, groups, width, out_head_stride, out_stride, scale,
                 D, HEADS, page_layout, FP8, PREDICATE, KS, VS, RING, 1)),
             (_loader, (
-                q_desc, k_desc, v_desc, v_tail, q_ring, k_ring, v_ring, notes, q_full, noted, free, k_full, v_full,
-                done, ids, positions, pages, members, counts, requests, kv_lens, table, counter, items, groups, width,
-                table_stride, KV_HEADS, D, HEADS, FP8, KS, VS, RING)),
+                q_desc, k_desc, v_desc, v_tail, q_ring, k_ring, v_ring, notes, q_full, claim, noted, k_full, v_full,
+                done, pages, kv_lens, table, groups, width, table_stride, KV_HEADS,
+                D, HEADS, FP8, KS, VS, RING, AHEAD)),
+            (_scheduler, (
+                notes, claim, noted, free, ids, positions, pages, members, counts, requests, kv_lens, table,
+                sizes, lines, items, groups, width, table_stride, BINS)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 
@@ -630,7 +670,7 @@ def union_attention(
         unions: what the groups walk.
         scale: softmax scaling of the model.
         out: [1, Hq, N, d] with ``stride(3) == 1``.
-        tuning: ``stages`` (K and V pages in their rings) and ``predicate``, for measurements.
+        tuning: ``stages`` (K and V pages in their rings), ``ahead`` and ``predicate``, for measurements.
     """
     heads, dim = q.shape[1], q.shape[3]
     kv_heads, groups, fp8 = kv.num_kv_heads, plan.groups, isinstance(kv, Fp8KV)
@@ -654,6 +694,7 @@ def union_attention(
     if q.stride(1) % 8 or q.stride(2) % 8 or q.data_ptr() % 16:
         q = q.contiguous()
     items = groups * kv_heads
+    queue = unions.queue or GroupQueue.in_turn(items, q.device)
     programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
     _union_attention[(programs,)](
         _describe(q[0].transpose(0, 1), [1, HEAD_ROWS, 64]),
@@ -669,7 +710,8 @@ def union_attention(
         unions.requests,
         plan.kv_lens,
         kv.page_table,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
+        queue.sizes,
+        queue.lines,
         k_scale,
         v_scale,
         scale * 1.4426950408889634,
@@ -688,6 +730,8 @@ def union_attention(
         KS=k_stages,
         VS=v_stages,
         RING=max(4, k_stages, v_stages - 1),
+        AHEAD=tuning.get("ahead", AHEAD),
+        BINS=BINS,
         num_warps=4,
     )
 

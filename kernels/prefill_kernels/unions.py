@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,6 +11,50 @@ from torch import Tensor
 from .backends import choose_backend, triton_refusal
 from .checks import check_table
 from .pages import GROUP, PagePlan, group_requests, page_support
+
+BINS = 64
+"""Of a :class:`GroupQueue`."""
+
+
+@dataclass(frozen=True)
+class GroupQueue:
+    """The order in which programs take the groups of a call: those of many pages first, so that no long one ends late.
+
+    Groups are sorted by |U_G| as far as :data:`BINS` bins tell them apart, in no fixed order within a bin. Which
+    program takes which group, and when, changes no output.
+
+    Attributes:
+        sizes: int32 [BINS + 1], groups in each bin, and last the groups that running programs have taken, 0 between
+            calls: two calls on one queue must not overlap.
+        lines: int32 [bins, Hkv * G] with as many bins as are in use; the groups of a bin as ``head * G + group``.
+    """
+
+    sizes: Tensor
+    lines: Tensor
+
+    @classmethod
+    def empty(cls, items: int, device: torch.device) -> GroupQueue:
+        """A queue to be filled with ``items`` groups."""
+        sizes = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
+        return cls(sizes, torch.empty(BINS, items, dtype=torch.int32, device=device))
+
+    @classmethod
+    def in_turn(cls, items: int, device: torch.device) -> GroupQueue:
+        """One bin of groups whose unions nobody counted: late ones, which select the most, first."""
+        sizes, lines = _one_bin(items, device)
+        return cls(sizes.clone(), lines)
+
+    @staticmethod
+    def bin_shift(width: int) -> int:
+        """Groups of n pages, at most ``width``, are in bin ``max(0, BINS - 1 - (n >> bin_shift))``."""
+        return max(0, (width - 1).bit_length() - (BINS - 1).bit_length())
+
+
+@lru_cache(maxsize=64)
+def _one_bin(items: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    sizes = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
+    sizes[0] = items
+    return sizes, torch.arange(items - 1, -1, -1, dtype=torch.int32, device=device)[None]
 
 
 @dataclass(frozen=True)
@@ -26,6 +71,7 @@ class Unions:
             0 after ``count``.
         count: int32 [Hkv, G], |U_G|.
         requests: int32 [G], request of each group; shared likewise.
+        queue: in which order to take the groups, where the preparation sorted them.
     """
 
     ids: Tensor
@@ -33,6 +79,7 @@ class Unions:
     members: Tensor
     count: Tensor
     requests: Tensor
+    queue: GroupQueue | None = None
 
     def check_shapes(self, plan: PagePlan) -> None:
         """Raise ValueError unless shapes, dtypes and devices are those of a plan. What they hold is not read."""
@@ -47,6 +94,12 @@ class Unions:
         for name, shape in shapes.items():
             found, where = getattr(self, name), plan.pages.device
             check_table(f"{name} of the unions", found, shape, torch.int32, where, contiguous=True)
+        if self.queue is not None:
+            for name, shape in {"sizes": (BINS + 1,), "lines": (BINS, heads * groups)}.items():
+                found = getattr(self.queue, name)
+                check_table(
+                    f"{name} of the unions' queue", found, shape, torch.int32, plan.pages.device, contiguous=True
+                )
 
 
 def prepare_unions(plan: PagePlan, ids: Tensor, *, backend: str = "auto") -> Unions:

@@ -104,7 +104,7 @@ def assemble(kernel: Any, label: str, num_warps: int, pointers: dict[str, str], 
 
 
 def gluon() -> None:
-    """Compile the Gluon kernel for all it is specialised on: vote, head_dim, page size and dtype."""
+    """Compile the Gluon kernels for all they are specialised on: vote, head_dim, page size and dtype."""
     try:
         from prefill_kernels import hopper_osk
         from triton.experimental.gluon import language as gl
@@ -141,6 +141,54 @@ def gluon() -> None:
         print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
         assert built.metadata.shared <= 227 * 1024, label
         assert "wgmma" in built.asm["ptx"] and "cp.async.bulk.tensor" in built.asm["ptx"], label
+    for fp8, dim, heads in ((False, 128, 16), (True, 128, 16), (True, 64, 3)):
+        gluon_pages(fp8, dim, heads)
+
+
+def gluon_pages(fp8: bool, dim: int, heads: int) -> None:
+    """Compile the page-level Gluon kernel in one precision."""
+    from prefill_kernels import hopper_page_attention as kernel
+    from prefill_kernels.unions import BINS
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    page, (k_stages, v_stages) = kernel.PAGE, kernel.STAGES[fp8]
+    stored = (gl.float8e4nv, "fp8e4nv") if fp8 else (gl.bfloat16, "bf16")
+
+    def layout(box: list[int], element: Any) -> Any:
+        return gl.NVMMASharedLayout.get_default_for(box, element)
+
+    def descriptor(box: list[int], element: Any, dtype: str) -> str:
+        return f"tensordesc<{dtype}[{', '.join(map(str, box))}],{layout(box, element)!r}>"
+
+    values = descriptor([dim, page] if fp8 else [page, dim], *stored)
+    integers = ("ids", "positions", "pages", "members", "counts", "requests", "kv_lens", "table", "sizes", "lines")
+    constants = {
+        "D": dim, "HEADS": heads, "KV_HEADS": 2, "page_layout": layout([page, dim], stored[0]), "FP8": fp8,
+        "PREDICATE": kernel.PREDICATE, "KS": k_stages, "VS": v_stages, "RING": max(4, k_stages, v_stages - 1),
+        "AHEAD": kernel.AHEAD, "BINS": BINS,
+    }  # fmt: skip
+    types = {
+        "q_desc": descriptor([1, kernel.HEAD_ROWS, 64], gl.bfloat16, "bf16"),
+        "k_desc": descriptor([*kernel.KEY_BOX, dim] if fp8 else [page, dim], *stored),
+        **dict.fromkeys(("v_desc", "v_tail"), values),
+        "out": "*bf16",
+        **dict.fromkeys(integers, "*i32"),
+        **dict.fromkeys(("k_scale", "v_scale"), "*fp32" if fp8 else "*i32"),
+        "scale": "fp32",
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = kernel._union_attention.arg_names
+    signature = {name: types.get(name, "i32") for name in names}
+    aligned = ("out", "k_scale", "v_scale", "out_stride", "out_head_stride", *integers)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel._union_attention, signature, constants, attributes)
+    built = triton.compile(source, target=TARGET, options={"num_warps": 4})
+    label = f"union_attention fp8={fp8} d={dim} heads={heads}"
+    print(f"{label}: {len(built.asm['cubin'])} bytes, {built.metadata.shared} bytes of shared memory", flush=True)
+    assert built.metadata.shared <= 227 * 1024, label
+    assert "wgmma" in built.asm["ptx"] and "cp.async.bulk.tensor" in built.asm["ptx"], label
+    assert not fp8 or "e4m3.e4m3" in built.asm["ptx"], label
 
 
 def main() -> None:

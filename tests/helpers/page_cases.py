@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_kernels import PagedKV, PagePlan, regroup_queries
+from prefill_kernels import PagedKV, PagePlan, Unions, regroup_queries
+from prefill_kernels.unions import BINS, GroupQueue
 from torch import Tensor
 
 CASES: dict[str, dict[str, Any]] = {
@@ -156,3 +157,16 @@ def degenerate(plan):
         plan.pages.sort(-1).values,
     ):
         yield replace(plan, pages=pages.contiguous())
+
+
+def check_queue(unions: Unions) -> None:
+    """Every group is in the queue once, in the bin of its count, and none is taken."""
+    assert unions.queue is not None
+    *sizes, taken = unions.queue.sizes.tolist()
+    counts, shift = unions.count.flatten().tolist(), GroupQueue.bin_shift(unions.pages.shape[2])
+    lines = []
+    for place, size in enumerate(sizes):
+        some = unions.queue.lines[place, :size].tolist()
+        assert [max(0, BINS - 1 - (counts[line] >> shift)) for line in some] == [place] * size
+        lines += some
+    assert sorted(lines) == list(range(len(counts))) and taken == 0

@@ -43,6 +43,7 @@ def on_the_cpu(monkeypatch, emulated):
 
 
 def equal(got, want):
+    page_cases.check_queue(got)
     return [name for name in FIELDS if not torch.equal(getattr(got, name), getattr(want, name))] == []
 
 

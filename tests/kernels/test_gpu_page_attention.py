@@ -6,10 +6,11 @@ import importlib
 
 import pytest
 import torch
-from page_cases import Case, make
+from page_cases import Case, check_queue, make
 from prefill_kernels import PagedKV
 from prefill_kernels.fp8 import quantize_kv
 from prefill_kernels.page_attention import attend_pages, union_attention
+from prefill_kernels.page_search import cuda_problem, search_unions
 from prefill_kernels.regroup import regroup_queries
 from prefill_kernels.unions import prepare_unions
 
@@ -212,3 +213,33 @@ def test_the_public_call_takes_these_backends(variant):
     unions = prepare_unions(case.plan, regroup_queries(case.plan))
     got = union_attention(case.q, kv, case.plan, unions, scale=case.scale, backend=variant.split()[0])
     assert torch.equal(got, direct)
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "fp8"])
+@pytest.mark.parametrize(
+    "requests,q_heads,kv_heads,dim,width",
+    [
+        ([(9000, 40000)], 16, 1, 128, 16),  # many groups a program
+        ([(1, 1), (700, 3000), (9, 9)], 32, 4, 64, 7),
+        ([(8, 128)], 16, 1, 128, 1),  # one group
+        ([(400, 40000)], 16, 1, 128, 40),  # bins of more than one count
+    ],
+)
+def test_the_order_of_the_queue_changes_no_bit(requests, q_heads, kv_heads, dim, width, kv_dtype):
+    """Unions with a sorted queue against those that are taken in turn, one queue for several calls."""
+    case = built(requests, q_heads, kv_heads, dim, width, torch.bfloat16, seed=13, local=True, regroup=64)
+    kv = cache("hopper fp8" if kv_dtype == "fp8" else "hopper", case)
+    module = importlib.import_module("prefill_kernels.hopper_page_attention")
+    if reason := module.problem(case.q, kv, case.plan) or cuda_problem(case.plan):
+        pytest.skip(reason)
+    plain, sorted_ones = (search_unions(case.plan, backend=backend) for backend in ("torch", "cuda"))
+    assert plain.queue is None
+    results = []
+    for unions, ahead in ((plain, 4), (sorted_ones, 4), (sorted_ones, 1), (sorted_ones, 1 << 20)):
+        _, heads, length, dim = case.q.shape
+        out = torch.full((1, length, heads, dim), float("nan"), dtype=case.q.dtype, device="cuda").transpose(1, 2)
+        module.union_attention(case.q, kv, case.plan, unions, case.scale, out, ahead=ahead)
+        results.append(out)
+    assert torch.isfinite(results[0]).all()
+    assert all(torch.equal(out, results[0]) for out in results)
+    check_queue(sorted_ones)

@@ -140,6 +140,7 @@ def test_one_kernel_for_search_and_unions_equals_the_reference(
         want = search_unions(plan, backend="torch")
         for pages in layouts(plan):
             got = search_unions(replace(plan, pages=pages), backend="cuda")
+            page_cases.check_queue(got)
             for name in UNIONS:
                 assert torch.equal(getattr(got, name), getattr(want, name)), name
 
@@ -155,6 +156,7 @@ def test_the_kernel_prepares_unions_of_any_order(fused, requests, page_size, wid
         want = prepare_unions(plan, ids, backend="torch")
         for pages in layouts(plan):
             got = prepare_unions(replace(plan, pages=pages), ids, backend="cuda")
+            page_cases.check_queue(got)
             for name in UNIONS:
                 assert torch.equal(getattr(got, name), getattr(want, name)), name
 
@@ -194,6 +196,7 @@ def test_one_kernel_can_be_captured_in_a_graph(fused):
         getattr(got, name).fill_(-7)
     graph.replay()
     torch.cuda.synchronize()
+    page_cases.check_queue(got)
     assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in UNIONS)
 
 

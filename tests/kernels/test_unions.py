@@ -11,6 +11,7 @@ import torch
 from page_cases import backend  # noqa: F401 - a fixture
 from prefill_kernels import PagePlan, prepare_unions, regroup_queries, regroups
 from prefill_kernels.page_stats import page_stats
+from prefill_kernels.unions import BINS, GroupQueue
 
 
 def make(seed, **knobs):
@@ -175,3 +176,30 @@ def test_ids_with_strides(backend):  # noqa: F811
     unions = prepare_unions(plan, wide[:, ::2], backend=backend)
     assert unions.ids.is_contiguous() and torch.equal(unions.ids, ids)
     assert_is_the_walk(unions, plan, ids)
+
+
+@pytest.mark.parametrize("width", [8, 56, 64, 72, 128, 400, 512, 4096])
+def test_bins_of_a_queue_are_in_descending_order_of_the_counts(width):
+    shift = GroupQueue.bin_shift(width)
+    found = [max(0, BINS - 1 - (count >> shift)) for count in range(width + 1)]
+    assert found == sorted(found, reverse=True) and found[0] == BINS - 1
+    assert len(set(found)) > min(width, BINS // 2)
+
+
+def test_a_queue_of_unions_that_nobody_sorted_holds_each_group_once():
+    for items in (1, 2, 77):
+        queue, other = (GroupQueue.in_turn(items, torch.device("cpu")) for _ in range(2))
+        assert queue.sizes.tolist() == [items] + [0] * BINS
+        assert queue.lines.tolist() == [list(range(items))[::-1]]
+        queue.sizes[BINS] = 3  # what a call counts is its own
+        assert other.sizes[BINS] == 0 and GroupQueue.in_turn(items, torch.device("cpu")).sizes[BINS] == 0
+
+
+def test_a_queue_of_another_shape_is_refused():
+    one = page_cases.make([(20, 300)], heads=(2, 2), width=3)
+    unions = prepare_unions(one.plan, regroup_queries(one.plan, backend="torch"), backend="torch")
+    queue = GroupQueue.empty(2 * one.plan.groups, torch.device("cpu"))
+    replace(unions, queue=queue).check_shapes(one.plan)
+    for change in ({"sizes": queue.sizes[1:]}, {"lines": queue.lines[:, 1:]}, {"sizes": queue.sizes.long()}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} of the unions' queue"):
+            replace(unions, queue=replace(queue, **change)).check_shapes(one.plan)

@@ -62,6 +62,7 @@ inline uint32_t __reduce_or_sync(uint32_t, uint32_t x) {
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t by) {
     return by % 32 ? high << by % 32 | low >> (32 - by % 32) : high;
 }
+inline int atomicAdd(int* at, int more) { const int old = *at; *at += more; return old; }
 inline uint32_t atomicOr(uint32_t* at, uint32_t bits) { const uint32_t old = *at; *at |= bits; return old; }
 
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, int, size_t bytes) {
