@@ -710,7 +710,7 @@ def union_attention(
         unions.requests,
         plan.kv_lens,
         kv.page_table,
-        queue.sizes,
+        queue.open(),
         queue.lines,
         k_scale,
         v_scale,

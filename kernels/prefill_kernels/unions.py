@@ -24,30 +24,41 @@ class GroupQueue:
     program takes which group, and when, changes no output.
 
     Attributes:
-        sizes: int32 [BINS + 1], groups in each bin, and last the groups that running programs have taken, 0 between
-            calls: two calls on one queue must not overlap.
+        sizes: int32 [BINS + 1], groups in each bin, and last the groups that programs have taken: 0 between calls.
         lines: int32 [bins, Hkv * G] with as many bins as are in use; the groups of a bin as ``head * G + group``.
+        stream: the CUDA stream it was made on, whose calls do not overlap.
     """
 
     sizes: Tensor
     lines: Tensor
+    stream: int | None
 
     @classmethod
     def empty(cls, items: int, device: torch.device) -> GroupQueue:
         """A queue to be filled with ``items`` groups."""
         sizes = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
-        return cls(sizes, torch.empty(BINS, items, dtype=torch.int32, device=device))
+        return cls(sizes, torch.empty(BINS, items, dtype=torch.int32, device=device), _stream(device))
 
     @classmethod
     def in_turn(cls, items: int, device: torch.device) -> GroupQueue:
         """One bin of groups whose unions nobody counted: late ones, which select the most, first."""
         sizes, lines = _one_bin(items, device)
-        return cls(sizes.clone(), lines)
+        return cls(sizes.clone(), lines, _stream(device))
 
     @staticmethod
     def bin_shift(width: int) -> int:
         """Groups of n pages, at most ``width``, are in bin ``max(0, BINS - 1 - (n >> bin_shift))``."""
         return max(0, (width - 1).bit_length() - (BINS - 1).bit_length())
+
+    def open(self) -> Tensor:
+        """``sizes`` for a call on the current stream; on another stream than its own a copy in which none is taken."""
+        if _stream(self.sizes.device) == self.stream:
+            return self.sizes
+        return torch.cat([self.sizes[:BINS], self.sizes.new_zeros(1)])
+
+
+def _stream(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 @lru_cache(maxsize=64)

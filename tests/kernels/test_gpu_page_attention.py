@@ -243,3 +243,43 @@ def test_the_order_of_the_queue_changes_no_bit(requests, q_heads, kv_heads, dim,
     assert torch.isfinite(results[0]).all()
     assert all(torch.equal(out, results[0]) for out in results)
     check_queue(sorted_ones)
+
+
+def test_calls_that_overlap_on_two_streams_share_no_count():
+    """One queue, two streams at once: neither takes groups that the other then misses."""
+    case = built([(9000, 40000)], 16, 1, 128, 16, torch.bfloat16, seed=14, local=True, regroup=64)
+    module = importlib.import_module("prefill_kernels.hopper_page_attention")
+    if reason := module.problem(case.q, case.kv, case.plan) or cuda_problem(case.plan):
+        pytest.skip(reason)
+    unions = search_unions(case.plan, backend="cuda")
+    outs = [torch.full_like(case.q, float("nan")) for _ in range(7)]
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    module.union_attention(case.q, case.kv, case.plan, unions, case.scale, outs[6])
+    torch.cuda.synchronize()
+    for turn in range(2):
+        for place, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                module.union_attention(case.q, case.kv, case.plan, unions, case.scale, outs[2 * place + turn])
+    torch.cuda.synchronize()
+    assert torch.isfinite(outs[6]).all() and all(torch.equal(out, outs[6]) for out in outs)
+    check_queue(unions)
+
+
+def test_a_call_in_a_graph_can_be_replayed():
+    """The queue is made outside, the call captured: each replay takes every group."""
+    case = built([(9000, 40000)], 16, 1, 128, 16, torch.bfloat16, seed=15, local=True, regroup=64)
+    module = importlib.import_module("prefill_kernels.hopper_page_attention")
+    if reason := module.problem(case.q, case.kv, case.plan) or cuda_problem(case.plan):
+        pytest.skip(reason)
+    unions = search_unions(case.plan, backend="cuda")
+    want, out = torch.empty_like(case.q), torch.empty_like(case.q)
+    module.union_attention(case.q, case.kv, case.plan, unions, case.scale, want)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        module.union_attention(case.q, case.kv, case.plan, unions, case.scale, out)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
