@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from prefill_kernels.fp8 import quantize_kv
 from prefill_kernels.page_attention import attend_pages, union_attention
 from prefill_kernels.page_search import cuda_problem, search_unions
 from prefill_kernels.regroup import regroup_queries
-from prefill_kernels.unions import prepare_unions
+from prefill_kernels.unions import BINS, GroupQueue, prepare_unions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -245,24 +246,36 @@ def test_the_order_of_the_queue_changes_no_bit(requests, q_heads, kv_heads, dim,
     check_queue(sorted_ones)
 
 
-def test_calls_that_overlap_on_two_streams_share_no_count():
-    """One queue, two streams at once: neither takes groups that the other then misses."""
-    case = built([(9000, 40000)], 16, 1, 128, 16, torch.bfloat16, seed=14, local=True, regroup=64)
+def test_calls_that_overlap_on_other_streams_share_no_count():
+    """One queue, several streams at once: no call takes groups that another then misses.
+
+    A call's last group is several times as long as the others, so that its program takes a ticket amid the next call.
+    """
+    case = built([(9000, 40000)], 16, 1, 128, 16, torch.bfloat16, seed=14, sprinkle=False)
     module = importlib.import_module("prefill_kernels.hopper_page_attention")
-    if reason := module.problem(case.q, case.kv, case.plan) or cuda_problem(case.plan):
+    if reason := module.problem(case.q, case.kv, case.plan):
         pytest.skip(reason)
-    unions = search_unions(case.plan, backend="cuda")
+    rows = torch.arange(16).expand(1, 9000, 1, 16).clone()
+    rows[0, :8, 0, :8] = 16 + torch.arange(64).view(8, 8)
+    rows[0, :8, 0, 8:] = -1
+    case = with_rows(case, rows)
+    unions = prepare_unions(case.plan, regroup_queries(case.plan, backend="torch"), backend="torch")
+    unions = replace(unions, queue=GroupQueue.in_turn(case.plan.groups, case.q.device))
+    assert unions.count[0, 0] == 64 and (unions.count[0, 1:] == 16).all()
     outs = [torch.full_like(case.q, float("nan")) for _ in range(7)]
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     module.union_attention(case.q, case.kv, case.plan, unions, case.scale, outs[6])
     torch.cuda.synchronize()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # until all calls are launched
     for turn in range(2):
         for place, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 module.union_attention(case.q, case.kv, case.plan, unions, case.scale, outs[2 * place + turn])
     torch.cuda.synchronize()
     assert torch.isfinite(outs[6]).all() and all(torch.equal(out, outs[6]) for out in outs)
-    check_queue(unions)
+    assert unions.queue.sizes.tolist() == [case.plan.groups] + [0] * BINS
 
 
 def test_a_call_in_a_graph_can_be_replayed():
