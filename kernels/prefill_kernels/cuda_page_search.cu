@@ -4,10 +4,12 @@
 //   1. set bit i of masks[p] where query i selected page p. An atomic OR that finds its bit set is a repeated id, and
 //      drops out: which of the repetitions stays changes no cost, so that the result does not depend on it;
 //   2. write table[i], a row with one bit for every entry of every query j: whether query i selected that page too.
-//      Rows are masks[page of each entry], transposed 32 x 32 bits at a time.
+//      Rows are masks[page of each entry], transposed 32 x 32 bits at a time. Row i keeps the words of lane l at place
+//      l ^ (i % 32), so that 32 rows of one column lie in 32 banks.
 // Then the first warp searches. A lane holds `left`, the entries of its W / 32 queries that U does not cover; a pick i
 // clears from it what table[i] says, and the cost |S_j \ U| is a population count. A pick is thus a chain of one load,
-// one count and one reduction. Keys are (cost, byte offset of the query's row), whose order is that of (cost, query).
+// one count and one reduction. Keys are (cost, byte offset of word 0 of the query's row), whose order is that of
+// (cost, query).
 // Last, one warp a group walks masks in ascending order of the pages: pages, members by execution slot, count. It enters
 // the group in the queue of what attends next, in the bin of its count; the order within a bin is that of arrival.
 //
@@ -55,12 +57,15 @@ struct Layout {
     static constexpr int kColumns = W * BITS / 32;      // words of a row of the table
     static constexpr int kTurns = kColumns / kWarps;    // columns that a warp makes
     static constexpr int kShare = kColumns / 32;        // words of a row that a lane of the search reads
-    static constexpr int kStride = kColumns + (kShare < 4 ? kShare : 4);  // few rows begin in one bank
-    static constexpr int kRowBytes = 4 * kStride;
+    static constexpr int kRowBytes = 4 * kColumns;
+    static constexpr int kHalves = BITS == 64 ? 2 : 1;  // words of a query's entries
     static_assert(kWarps == W / kGroup && W * kRowBytes <= kOffset + 1);
-    static_assert(kWarps * kGroup * BITS <= W * kStride, "the lists of the groups take the place of the table");
+    static_assert(kWarps * kGroup * BITS <= W * kColumns, "the lists of the groups take the place of the table");
 
-    static size_t bytes(int rows) { return 4 * (static_cast<size_t>(rows) * kWords + W * kStride + kColumns + W); }
+    static size_t bytes(int rows) { return 4 * (W * kColumns + static_cast<size_t>(rows) * kWords + kColumns + W); }
+
+    // Of the words of a lane in a row, in bytes.
+    __device__ static uint32_t offset(int row, int lane) { return row * kRowBytes + (lane ^ row % 32) * kShare * 4; }
 };
 
 template <int N>
@@ -77,14 +82,6 @@ __device__ __forceinline__ void read(uint32_t (&to)[N], const void* from) {
     } else {
         to[0] = *static_cast<const uint32_t*>(from);
     }
-}
-
-// Entries of query q of a lane that are left, of words as `read` gives them.
-template <int BITS, int N>
-__device__ __forceinline__ uint32_t cost(const uint32_t (&left)[N], int q) {
-    if constexpr (BITS == 16) return __popc(left[q / 2] & (q % 2 ? 0xffff0000u : 0x0000ffffu));
-    else if constexpr (BITS == 32) return __popc(left[q]);
-    else return __popc(left[2 * q]) + __popc(left[2 * q + 1]);
 }
 
 // Bit b of lane l becomes bit l of lane b, of each word: in five steps, the halves of ever smaller squares change places.
@@ -125,41 +122,64 @@ __device__ __forceinline__ void clear(uint32_t* masks, int words, int thread, in
     for (int i = thread; i < words / 4; i += threads) reinterpret_cast<uint4*>(masks)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Offsets of the rows of the queries in execution order. Slots after the last query get any row.
+// Numbers of the rows of the queries in execution order. Slots after the last query get any row.
 template <int W, int BITS>
 __device__ __forceinline__ void search(const uint32_t* table, const uint32_t* sizes, uint32_t* order, int count,
                                        int lane) {
     using L = Layout<W, BITS>;
-    uint32_t size[L::kShare], row[L::kWords];
-    read(size, sizes + lane * L::kShare);
-    const char* share = reinterpret_cast<const char*>(table + lane * L::kShare);
+    constexpr int kWords = L::kWords, kHalves = L::kHalves;
+    uint32_t words[L::kShare], size[kWords][kHalves], row[kWords];
+    read(words, sizes + lane * L::kShare);
+    const char* const rows = reinterpret_cast<const char*>(table);
+    const uint32_t own = L::offset(0, lane);
 #pragma unroll
-    for (int q = 0; q < L::kWords; ++q) {
-        const int place = lane * L::kWords + q;
-        row[q] = place * L::kRowBytes | (place < count ? 0 : kTaken);
+    for (int q = 0; q < kWords; ++q) {
+        const int place = lane * kWords + q;
+        row[q] = L::offset(place, 0) | (place < count ? 0 : kTaken);
+#pragma unroll
+        for (int i = 0; i < kHalves; ++i) {
+            size[q][i] = BITS == 16 ? words[q / 2] & (q % 2 ? 0xffff0000u : 0x0000ffffu) : words[kHalves * q + i];
+        }
     }
     for (int start = 0; start < count; start += kGroup) {
-        uint32_t left[L::kShare];
+        uint32_t left[kWords][kHalves], key[kWords], picks[kGroup];
 #pragma unroll
-        for (int i = 0; i < L::kShare; ++i) left[i] = size[i];
+        for (int q = 0; q < kWords; ++q) {
+            key[q] = row[q];  // the seed is the lowest remaining id
+#pragma unroll
+            for (int i = 0; i < kHalves; ++i) left[q][i] = size[q][i];
+        }
 #pragma unroll
         for (int member = 0; member < kGroup; ++member) {
-            uint32_t best = kWarp;
+            uint32_t best = key[0];
 #pragma unroll
-            for (int q = 0; q < L::kWords; ++q) {
-                // The seed is the lowest remaining id.
-                const uint32_t more = member ? cost<BITS>(left, q) << kOffsetBits : 0;
-                best = min(best, row[q] + more);
+            for (int q = 1; q < kWords; ++q) best = min(best, key[q]);
+            const uint32_t found = __reduce_min_sync(kWarp, best), pick = found & kOffset;
+            picks[member] = pick / L::kRowBytes;
+#pragma unroll
+            for (int q = 0; q < kWords; ++q) {
+                const uint32_t taken = row[q] == pick ? kTaken : 0;
+                row[q] |= taken;
             }
-            const uint32_t pick = __reduce_min_sync(kWarp, best) & kOffset;
-            if (lane == 0) order[start + member] = pick;
-#pragma unroll
-            for (int q = 0; q < L::kWords; ++q) row[q] |= row[q] == pick ? kTaken : 0;
             if (member + 1 < kGroup) {
                 uint32_t covered[L::kShare];
-                read(covered, share + pick);
+                read(covered, rows + ((found & (W * L::kRowBytes - 1)) ^ own));  // one instruction, as pick ^ own is not
 #pragma unroll
-                for (int i = 0; i < L::kShare; ++i) left[i] &= ~covered[i];
+                for (int q = 0; q < kWords; ++q) {
+                    uint32_t cost = 0;
+#pragma unroll
+                    for (int i = 0; i < kHalves; ++i) {
+                        left[q][i] &= ~covered[BITS == 16 ? q / 2 : kHalves * q + i];
+                        cost += __popc(left[q][i]);
+                    }
+                    key[q] = row[q] + (cost << kOffsetBits);
+                }
+            }
+        }
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < kGroup; i += 4) {
+                *reinterpret_cast<uint4*>(order + start + i) = make_uint4(picks[i], picks[i + 1], picks[i + 2], picks[i + 3]);
             }
         }
     }
@@ -168,9 +188,9 @@ __device__ __forceinline__ void search(const uint32_t* table, const uint32_t* si
 template <int W, int BITS>
 __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
     using L = Layout<W, BITS>;
-    uint32_t* const masks = reinterpret_cast<uint32_t*>(page_search_memory);
-    uint32_t* const table = masks + call.rows * L::kWords;
-    uint32_t* const sizes = table + W * L::kStride;
+    uint32_t* const table = reinterpret_cast<uint32_t*>(page_search_memory);
+    uint32_t* const masks = table + W * L::kColumns;
+    uint32_t* const sizes = masks + call.rows * L::kWords;
     uint32_t* const order = sizes + L::kColumns;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head = blockIdx.y;
 
@@ -181,7 +201,7 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
     const int* const given = call.order ? call.order + slots : nullptr;
     const int count = given ? (window.y + kGroup - 1) / kGroup * kGroup : window.y;
     clear(masks, call.rows * L::kWords, thread, L::kThreads);
-    if (thread < W) order[thread] = thread * L::kRowBytes;
+    if (thread < W) order[thread] = thread;
 
     // Tokens beyond the causal position and beyond the request leave their pages before costs are computed.
     int page[L::kTurns];
@@ -207,10 +227,10 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
             uint32_t queries[L::kWords] = {};
             if (static_cast<uint32_t>(page[n]) < call.rows) read(queries, masks + page[n] * L::kWords);
             transpose(queries, lane);
+            const int column = warp * L::kTurns + n;
+            uint32_t* const to = table + L::offset(lane, column / L::kShare) / 4 + column % L::kShare;
 #pragma unroll
-            for (int i = 0; i < L::kWords; ++i) {
-                table[(32 * i + lane) * L::kStride + warp * L::kTurns + n] = queries[i];
-            }
+            for (int i = 0; i < L::kWords; ++i) to[32 * i * L::kColumns] = queries[i];
         }
         __syncthreads();
         if (warp == 0) search<W, BITS>(table, sizes, order, count, lane);
@@ -218,12 +238,12 @@ __global__ void __launch_bounds__(4 * W) page_search(const Call call) {
     }
 
     if (!given && thread < (count + kGroup - 1) / kGroup * kGroup) {
-        call.ids[slots + thread] = thread < count ? first + static_cast<int>(order[thread] / L::kRowBytes) : -1;
+        call.ids[slots + thread] = thread < count ? first + static_cast<int>(order[thread]) : -1;
     }
 
     // The warp's group: its queries by slot, and all of them as a mask.
     const int queries = max(0, min(kGroup, count - warp * kGroup));
-    const int place = order[warp * kGroup + lane % kGroup] / L::kRowBytes;
+    const int place = order[warp * kGroup + lane % kGroup];
     uint32_t group[L::kWords];
 #pragma unroll
     for (int i = 0; i < L::kWords; ++i) {

@@ -57,7 +57,7 @@ _reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 PAGE = 128
 HEAD_ROWS = 16
 """Rows of a slot; query heads beyond the real ones are padding."""
-STAGES: dict[bool, tuple[int, int]] = {False: (2, 3), True: (4, 5)}
+STAGES: dict[bool, tuple[int, int]] = {False: (2, 3), True: (3, 6)}
 """K pages and V pages in their rings, by whether the pages are FP8."""
 AHEAD = 4
 """Pages before a group's end at which the next group is taken."""

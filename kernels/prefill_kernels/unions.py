@@ -36,8 +36,7 @@ class GroupQueue:
     @classmethod
     def empty(cls, items: int, device: torch.device) -> GroupQueue:
         """A queue to be filled with ``items`` groups."""
-        sizes = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
-        return cls(sizes, torch.empty(BINS, items, dtype=torch.int32, device=device), _stream(device))
+        return cls(_cleared(device), torch.empty(BINS, items, dtype=torch.int32, device=device), _stream(device))
 
     @classmethod
     def in_turn(cls, items: int, device: torch.device) -> GroupQueue:
@@ -59,6 +58,23 @@ class GroupQueue:
 
 def _stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+_CLEARED: dict[tuple[torch.device, int | None], list[Tensor]] = {}
+_AT_ONCE = 64
+
+
+def _cleared(device: torch.device) -> Tensor:
+    """Zeros for ``sizes``. One launch clears those of many calls on a stream; in a graph, each replay its own."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(BINS + 1, dtype=torch.int32, device=device)
+    kept = _CLEARED.setdefault((device, _stream(device)), [])
+    try:
+        return kept.pop()
+    except IndexError:  # rows apart by a multiple of 16 bytes, or Triton compiles a kernel for each alignment
+        rows = torch.zeros(_AT_ONCE, 2 * BINS, dtype=torch.int32, device=device)[:, : BINS + 1].unbind()
+        kept.extend(rows[1:])
+        return rows[0]
 
 
 @lru_cache(maxsize=64)

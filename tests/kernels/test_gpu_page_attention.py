@@ -37,7 +37,7 @@ VARIANTS = ["hopper", "hopper fp8", "cluster fp8"]
 EXTRA = [  # further ways to run the same kernels
     ("hopper", {"predicate": True}),
     ("hopper fp8", {"predicate": True}),
-    ("hopper fp8", {"stages": (3, 4)}),
+    ("hopper fp8", {"stages": (4, 5)}),
     ("cluster fp8", {"multicast": False}),
 ]
 
