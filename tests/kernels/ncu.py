@@ -155,7 +155,7 @@ def table(which: str, raw: Path, *origin: str) -> None:
     for row in launches:
         if CLEARING in row["Kernel Name"]:
             continue
-        kernel = re.split("[<(]", re.sub(r"^void |\(anonymous namespace\)::", "", row["Kernel Name"]))[0]
+        kernel = re.split("[<(]", re.sub(r"^void |<unnamed>::|\(anonymous namespace\)::", "", row["Kernel Name"]))[0]
         case += kernel != SECOND
         named = dict(METRICS)
         named |= {c: f"stall_{c.removeprefix(STALLS).split('_per_')[0]}" for c in row if c.startswith(STALLS)}
