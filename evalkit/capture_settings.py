@@ -54,6 +54,9 @@ class CaptureConfig:
         """
         if self.layers_at and self.layers:
             raise InputError("capture.layers", list(self.layers), "none where capture.layers_at names them by length")
+        if self.layers_at and self.lengths != CaptureConfig.lengths:
+            allowed = f"not set where capture.layers_at names {sorted(self.layers_at)} with their layers"
+            raise InputError("capture.lengths", list(self.lengths), allowed)
         least = BLOCK if self.tensors else 16
         lengths = "capture.layers_at" if self.layers_at else "capture.lengths"
         _each(lengths, list(self.wanted), least, f"token counts of at least {least}, each once")

@@ -154,10 +154,7 @@ class Workbench:
     ) -> None:
         self.settings, self.name, self.command = settings, name, command
         self.out = Path(settings.out).expanduser()
-        try:
-            self.device = resolve_device(settings.device)
-        except InputError as error:  # it names the setting of evalkit run
-            raise InputError("device", error.value, error.allowed) from None
+        self.device = resolve_device(settings.device, "device")
         self.dtype = resolve_dtype(settings.model.dtype, self.device)
         self.backend = resolve_backend(settings.backend, self.device, self.dtype)
         self.source = locate(settings.model)

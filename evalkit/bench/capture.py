@@ -66,7 +66,7 @@ def launch(request: Request, command: str) -> list[Path]:
         IntegrityError: selected pages that no selector makes of real text.
     """
     settings = request.capture
-    device = resolve_device(settings.device)
+    device = resolve_device(settings.device, "capture.device")
     dtype = resolve_dtype(request.model.dtype, device)
     source = locate(request.model)
     tokenizer = load_tokenizer(source, request.model)

@@ -188,9 +188,8 @@ class PageModelBench(BenchSettings):
     vocab: int = 151936
 
     def validate(self) -> None:
-        """Raise BenchError on the first value that cannot be used; the captures must exist."""
+        """Raise BenchError on the first value that cannot be used."""
         super().validate()
-        require_captures(self.captures)
         require(bool(self.captures), "captures", list(self.captures), "at least one file")
         require_choices("variants", self.variants, PAGE_VARIANTS)
         require("original" in self.variants, "variants", list(self.variants), "must hold original: gains are over it")
@@ -202,3 +201,7 @@ class PageModelBench(BenchSettings):
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "dim", "vocab"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
         require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads={self.heads}")
+
+    def check_files(self) -> None:
+        """Raise BenchError on a capture that is not there."""
+        require_captures(self.captures)

@@ -230,7 +230,7 @@ def _spread(lists: list[tuple[list[int], Tensor]], heads: int, padding: int = -1
     out = like.new_full((like.shape[0], heads, *like.shape[2:-1], width), padding)
     for mine, x in lists:
         padded = torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=padding)
-        out.index_copy_(1, constant(tuple(mine), x.device), padded)
+        out.index_copy_(1, constant(x.device, tuple(mine)), padded)
     return out
 
 
@@ -238,4 +238,4 @@ def _spread(lists: list[tuple[list[int], Tensor]], heads: int, padding: int = -1
 def _ranges(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """0 .. size - 1 for each size, then -1; int32 [1, len(sizes), max size]."""
     place = torch.arange(max(sizes), dtype=torch.int32, device=device)
-    return torch.where(place < constant(sizes, device)[:, None], place, -1)[None]
+    return torch.where(place < constant(device, sizes)[:, None], place, -1)[None]

@@ -59,14 +59,18 @@ class LoadedModel:
     rope: dict[str, Any]
 
 
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str, field: str = "execution.device") -> torch.device:
     """Return the device ``auto`` stands for.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``.
+        field: the setting it is of.
 
     Raises:
         InputError: ``cuda`` was asked for and there is none.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("execution.device", device, "cpu or auto: torch finds no CUDA device here")
+        raise InputError(field, device, "cpu or auto: torch finds no CUDA device here")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

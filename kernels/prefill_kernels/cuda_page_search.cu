@@ -30,7 +30,7 @@ constexpr uint32_t kWarp = 0xffffffffu;
 constexpr int kOffsetBits = 18;  // of a row of the table, below the cost
 constexpr uint32_t kOffset = (1u << kOffsetBits) - 1;
 constexpr uint32_t kTaken = 1u << 31;  // above every cost
-constexpr int kBins = 64;
+constexpr int kBins = 64;  // BINS of unions.py
 
 struct Call {
     const int* pages;      // [N, Hkv, width] with strides

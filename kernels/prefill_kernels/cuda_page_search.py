@@ -95,7 +95,7 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
     heads, groups, device = plan.num_kv_heads, plan.groups, plan.pages.device
     selected = plan.pages if plan.pages.stride(3) == 1 else plan.pages.contiguous()
     window = plan.regroup or 64  # of an order that is there any will do: groups never cross one
-    table = windows(plan.cu_seqlens, window, device)
+    table = windows(device, plan.cu_seqlens, window)
     found = torch.empty(heads, groups * GROUP, dtype=torch.int32, device=device) if ids is None else ids
     pages = torch.empty(heads, groups, GROUP * plan.width, dtype=torch.int32, device=device)
     members = torch.empty_like(pages)
@@ -130,4 +130,4 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
         )
     if code:
         raise BackendUnavailable(f"backend='cuda': {run.page_search_error(code).decode()} ({code})")
-    return Unions(found, pages, members, count, group_requests(plan.cu_seqlens, device), queue)
+    return Unions(found, pages, members, count, group_requests(device, plan.cu_seqlens), queue)

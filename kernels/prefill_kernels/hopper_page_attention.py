@@ -670,7 +670,8 @@ def union_attention(
         unions: what the groups walk.
         scale: softmax scaling of the model.
         out: [1, Hq, N, d] with ``stride(3) == 1``.
-        tuning: ``stages`` (K and V pages in their rings), ``ahead`` and ``predicate``, for measurements.
+        tuning: ``stages`` (K and V pages in their rings), ``ahead``, ``predicate`` and ``programs`` (at most so many,
+            else one a multiprocessor), for measurements and tests.
     """
     heads, dim = q.shape[1], q.shape[3]
     kv_heads, groups, fp8 = kv.num_kv_heads, plan.groups, isinstance(kv, Fp8KV)
@@ -695,7 +696,8 @@ def union_attention(
         q = q.contiguous()
     items = groups * kv_heads
     queue = unions.queue or GroupQueue.in_turn(items, q.device)
-    programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    most = torch.cuda.get_device_properties(q.device).multi_processor_count
+    programs = min(items, tuning.get("programs", most))
     _union_attention[(programs,)](
         _describe(q[0].transpose(0, 1), [1, HEAD_ROWS, 64]),
         k_desc,

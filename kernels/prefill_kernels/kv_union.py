@@ -44,7 +44,7 @@ def invert_plan(plan: PagePlan) -> Inverted:
     rows = canonical_rows(plan)
     held = rows < torch.iinfo(torch.int32).max
     total = plan.requests * plan.num_pages
-    first = query_requests(plan.cu_seqlens, rows.device).long() * plan.num_pages
+    first = query_requests(rows.device, plan.cu_seqlens).long() * plan.num_pages
     number = torch.where(held, rows + first[:, None, None], total)
     # A stable sort keeps queries ascending within a page.
     ranked, slots = number.transpose(0, 1).flatten(1).contiguous().sort(dim=-1, stable=True)

@@ -15,7 +15,7 @@ nvcc on first use, and the second alone where nothing is searched; the others ar
 def search_unions(plan: PagePlan, *, backend: str = "auto") -> Unions:
     """:func:`prefill_kernels.regroup_queries`, and :func:`prefill_kernels.prepare_unions` in the order it found.
 
-    The result is the same in every backend, bit for bit.
+    The result is the same in every backend, bit for bit, but for the queue, which ``cuda`` alone makes.
 
     Args:
         plan: selections; where :func:`prefill_kernels.regroups` does not hold, unions of the original order.

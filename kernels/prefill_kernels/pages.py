@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from numbers import Integral
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_table
+from .device_tables import device_table
 
 GROUP = 8
 """g, queries of an execution group."""
@@ -145,7 +145,7 @@ class PagePlan:
 
 def visible_tokens(plan: PagePlan) -> Tensor:
     """Tokens 0 .. n - 1 that causality and length let each query see, int32 [N]."""
-    lengths = plan.kv_lens[query_requests(plan.cu_seqlens, plan.pages.device).long()]
+    lengths = plan.kv_lens[query_requests(plan.pages.device, plan.cu_seqlens).long()]
     return torch.minimum(plan.positions + 1, lengths).clamp(min=0)
 
 
@@ -172,31 +172,31 @@ def page_support(plan: PagePlan) -> Tensor:
     return flags.scatter_(-1, rows.clamp(max=count).long(), True)[..., :count]
 
 
-@functools.lru_cache(maxsize=64)
-def query_requests(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+@device_table(kept=64)
+def query_requests(cu_seqlens: tuple[int, ...]) -> Tensor:
     """Request of each query, int32 [N]."""
     lengths = torch.tensor(cu_seqlens).diff()
-    return _sent(torch.arange(len(lengths)).repeat_interleave(lengths), device)
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
 
 
-@functools.lru_cache(maxsize=64)
-def group_requests(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+@device_table(kept=64)
+def group_requests(cu_seqlens: tuple[int, ...]) -> Tensor:
     """Request of each execution group, int32 [G]; groups never cross a request."""
     groups = -(-torch.tensor(cu_seqlens).diff() // GROUP)
-    return _sent(torch.arange(len(groups)).repeat_interleave(groups), device)
+    return torch.arange(len(groups), dtype=torch.int32).repeat_interleave(groups)
 
 
-@functools.lru_cache(maxsize=64)
-def identity_ids(cu_seqlens: tuple[int, ...], heads: int, device: torch.device) -> Tensor:
+@device_table(kept=64)
+def identity_ids(cu_seqlens: tuple[int, ...], heads: int) -> Tensor:
     """Execution slots in the original order, int32 [heads, G * 8]; -1 in the slots after a request's last query."""
     parts = []
     for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
         parts.append(torch.nn.functional.pad(torch.arange(begin, end), (0, -(end - begin) % GROUP), value=-1))
-    return _sent(torch.cat(parts).expand(heads, -1), device)
+    return torch.cat(parts).int().expand(heads, -1)
 
 
-@functools.lru_cache(maxsize=64)
-def windows(cu_seqlens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+@device_table(kept=64)
+def windows(cu_seqlens: tuple[int, ...], size: int) -> Tensor:
     """Search windows from the first query of each request, int32 [windows, 4].
 
     Each row holds the window's first query, its queries, its first execution slot and its request.
@@ -206,9 +206,4 @@ def windows(cu_seqlens: tuple[int, ...], size: int, device: torch.device) -> Ten
         for first in range(begin, end, size):
             rows.append((first, min(size, end - first), slot + first - begin, request))
         slot += math.ceil((end - begin) / GROUP) * GROUP
-    return _sent(torch.tensor(rows).view(-1, 4), device)
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """A table on the device, copied without waiting for it."""
-    return x.to(torch.int32).contiguous().to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 4)

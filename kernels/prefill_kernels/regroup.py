@@ -86,7 +86,7 @@ def execution_order(plan: PagePlan, *, backend: str = "auto") -> Tensor:
     plan.check_shapes()
     device = plan.pages.device
     if not regroups(plan) or plan.length == 0:
-        return identity_ids(plan.cu_seqlens, plan.num_kv_heads, device)
+        return identity_ids(device, plan.cu_seqlens, plan.num_kv_heads)
 
     if choose_backend("regroup", backend, device, {"triton": triton_refusal("triton_regroup", plan)}) == "triton":
         from .triton_regroup import regroup_triton
@@ -98,7 +98,7 @@ def execution_order(plan: PagePlan, *, backend: str = "auto") -> Tensor:
 def _regroup_torch(plan: PagePlan) -> Tensor:
     """All windows of all heads at once, one pick a step."""
     support, heads, size = page_support(plan), plan.num_kv_heads, plan.regroup
-    table = search_windows(plan.cu_seqlens, size, support.device).long()
+    table = search_windows(support.device, plan.cu_seqlens, size).long()
     first, count, slot = table[:, 0], table[:, 1], table[:, 2]
     place = torch.arange(size, device=support.device)
     exists = place < count[:, None]

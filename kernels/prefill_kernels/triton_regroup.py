@@ -163,7 +163,7 @@ def regroup_triton(plan: PagePlan) -> Tensor:
     """:func:`prefill_kernels.regroup_queries` where :func:`prefill_kernels.regroups` holds."""
     heads, size, device = plan.num_kv_heads, plan.regroup, plan.pages.device
     pages = plan.pages if plan.pages.stride(3) == 1 else plan.pages.contiguous()
-    table = search_windows(plan.cu_seqlens, size, device)
+    table = search_windows(device, plan.cu_seqlens, size)
     words = words_for(bits(plan))
     bitmaps = torch.empty(heads, len(table), size, words // 2, dtype=torch.int64, device=device)
     ids = torch.empty(heads, plan.groups * GROUP, dtype=torch.int32, device=device)

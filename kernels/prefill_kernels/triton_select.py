@@ -7,14 +7,13 @@ others are mapped so that no block is lost to the sign bit.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .backends import half_problem
+from .device_tables import device_table
 
 MAX_BLOCKS = 8192
 """Blocks of the longest sequence: 1M tokens in blocks of 128. Ids take 13 bits of the key."""
@@ -114,7 +113,7 @@ def select_triton(
         rule, limit = 1, p.double().contiguous()
     else:
         rule = 2 if p is None else 1 if p < 1 else 0
-        limit = _constant(p if p is not None else budget, device)
+        limit = _constant(device, p if p is not None else budget)
     start = 0
     while start < tiles:
         # Tiles of like length share a launch: a sort costs by the power of two above the causal blocks.
@@ -148,7 +147,7 @@ def num_warps(size: int) -> int:
     return max(1, size // 512) if size <= 1024 else min(16, size // 256)
 
 
-@functools.lru_cache(maxsize=64)
-def _constant(value: float | None, device: torch.device) -> Tensor:
+@device_table(kept=64)
+def _constant(value: float | None) -> Tensor:
     """A float64 on the device: a kernel's own float arguments are float32."""
-    return torch.full((1,), value or 0.0, dtype=torch.float64, device=device)
+    return torch.full((1,), value or 0.0, dtype=torch.float64)

@@ -129,7 +129,7 @@ def unions_triton(plan: PagePlan, ids: Tensor) -> Unions:
     pages = torch.empty(heads, groups, width, dtype=torch.int32, device=device)
     members = torch.empty_like(pages)
     count = torch.empty(heads, groups, dtype=torch.int32, device=device)
-    requests = group_requests(plan.cu_seqlens, device)
+    requests = group_requests(device, plan.cu_seqlens)
     wide = triton.next_power_of_2(plan.width)
     if groups:
         unions_kernel[(groups, heads)](

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .backends import choose_backend, triton_refusal
 from .checks import check_table
+from .device_tables import device_table, stream_of
 from .pages import GROUP, PagePlan, group_requests, page_support
 
 BINS = 64
@@ -25,24 +25,26 @@ class GroupQueue:
 
     Attributes:
         sizes: int32 [BINS + 1], groups in each bin, and last the groups that programs have taken: 0 between calls.
-        lines: int32 [bins, Hkv * G] with as many bins as are in use; the groups of a bin as ``head * G + group``.
-        stream: the CUDA stream it was made on, whose calls do not overlap.
+        lines: int32 [BINS, Hkv * G], the groups of a bin as ``head * G + group``; one row where one bin is in use.
+        made_on: the CUDA stream it was made on, and whether in a graph: those calls do not overlap.
     """
 
     sizes: Tensor
     lines: Tensor
-    stream: int | None
+    made_on: tuple[int, bool] | None
 
     @classmethod
     def empty(cls, items: int, device: torch.device) -> GroupQueue:
         """A queue to be filled with ``items`` groups."""
-        return cls(_cleared(device), torch.empty(BINS, items, dtype=torch.int32, device=device), _stream(device))
+        lines = torch.empty(BINS, items, dtype=torch.int32, device=device)
+        return cls(_cleared(device), lines, stream_of(device))
 
     @classmethod
     def in_turn(cls, items: int, device: torch.device) -> GroupQueue:
         """One bin of groups whose unions nobody counted: late ones, which select the most, first."""
-        sizes, lines = _one_bin(items, device)
-        return cls(sizes.clone(), lines, _stream(device))
+        sizes = _cleared(device)
+        sizes[0] = items
+        return cls(sizes, _late_first(device, items), stream_of(device))
 
     @staticmethod
     def bin_shift(width: int) -> int:
@@ -50,25 +52,22 @@ class GroupQueue:
         return max(0, (width - 1).bit_length() - (BINS - 1).bit_length())
 
     def open(self) -> Tensor:
-        """``sizes`` for a call on the current stream; on another stream than its own a copy in which none is taken."""
-        if _stream(self.sizes.device) == self.stream:
+        """``sizes`` for a call on the current stream; a copy in which none is taken where calls may overlap its own."""
+        if stream_of(self.sizes.device) == self.made_on:
             return self.sizes
         return torch.cat([self.sizes[:BINS], self.sizes.new_zeros(1)])
 
 
-def _stream(device: torch.device) -> int | None:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-
-
-_CLEARED: dict[tuple[torch.device, int | None], list[Tensor]] = {}
+_CLEARED: dict[tuple[torch.device, int], list[Tensor]] = {}
 _AT_ONCE = 64
 
 
 def _cleared(device: torch.device) -> Tensor:
     """Zeros for ``sizes``. One launch clears those of many calls on a stream; in a graph, each replay its own."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    stream = stream_of(device)
+    if stream is None or stream[1]:
         return torch.zeros(BINS + 1, dtype=torch.int32, device=device)
-    kept = _CLEARED.setdefault((device, _stream(device)), [])
+    kept = _CLEARED.setdefault((device, stream[0]), [])
     try:
         return kept.pop()
     except IndexError:  # rows apart by a multiple of 16 bytes, or Triton compiles a kernel for each alignment
@@ -77,11 +76,9 @@ def _cleared(device: torch.device) -> Tensor:
         return rows[0]
 
 
-@lru_cache(maxsize=64)
-def _one_bin(items: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    sizes = torch.zeros(BINS + 1, dtype=torch.int32, device=device)
-    sizes[0] = items
-    return sizes, torch.arange(items - 1, -1, -1, dtype=torch.int32, device=device)[None]
+@device_table(kept=64)
+def _late_first(items: int) -> Tensor:
+    return torch.arange(items - 1, -1, -1, dtype=torch.int32)[None]
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,8 @@ class Unions:
             found, where = getattr(self, name), plan.pages.device
             check_table(f"{name} of the unions", found, shape, torch.int32, where, contiguous=True)
         if self.queue is not None:
-            for name, shape in {"sizes": (BINS + 1,), "lines": (BINS, heads * groups)}.items():
+            bins = 1 if self.queue.lines.shape[:1] == (1,) else BINS
+            for name, shape in {"sizes": (BINS + 1,), "lines": (bins, heads * groups)}.items():
                 found = getattr(self.queue, name)
                 check_table(
                     f"{name} of the unions' queue", found, shape, torch.int32, plan.pages.device, contiguous=True
@@ -182,5 +180,5 @@ def _unions_torch(plan: PagePlan, ids: Tensor) -> Unions:
         pages=torch.nn.functional.pad(pages, (0, short), value=-1),
         members=torch.nn.functional.pad(members, (0, short)),
         count=(masks > 0).sum(-1, dtype=torch.int32),
-        requests=group_requests(plan.cu_seqlens, ids.device),
+        requests=group_requests(ids.device, plan.cu_seqlens),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from .backends import choose_backend, record_call, triton_refusal
 from .checks import check_head_list, check_operands
+from .device_tables import device_table
 from .paged import PagedKV
 from .pooling import block_means
 
@@ -57,7 +57,7 @@ def vertical_slash_scores(
     if choose_backend("proxy", backend, q.device, refusals) == "triton":
         from .triton_vertical_slash_select import scores_triton
 
-        return scores_triton(q, kv, constant(tuple(heads), q.device), scale, last_q)
+        return scores_triton(q, kv, constant(q.device, tuple(heads)), scale, last_q)
     return _scores_torch(q, kv, heads, scale, last_q)
 
 
@@ -116,7 +116,7 @@ def top_positions(score: Tensor, sizes: Sequence[int], *, forced: int = 0) -> Te
     sizes = tuple(min(size, length) for size in sizes)
     best = ranked_keys(score, forced=forced).topk(max(sizes), -1).values
     place = length - 1 - (best & 0xFFFFFFFF)
-    wanted = torch.arange(max(sizes), device=score.device) < constant(sizes, score.device)[:, None]
+    wanted = torch.arange(max(sizes), device=score.device) < constant(score.device, sizes)[:, None]
     chosen = torch.where(wanted, place, length).sort(-1).values
     return torch.where(chosen < length, chosen, -1).int()
 
@@ -155,7 +155,7 @@ def block_sparse_lists(
     blocks = keys.shape[2]
     top_k = tuple(min(k, blocks) for k in top_k)
     widest = max(top_k)
-    limit = constant(top_k, q.device)[:, None]
+    limit = constant(q.device, top_k)[:, None]
     block = torch.arange(blocks, device=q.device)
     order = torch.empty(batch, len(heads), blocks, widest, dtype=torch.int32, device=q.device)
     count = torch.empty(batch, len(heads), blocks, dtype=torch.int32, device=q.device)
@@ -181,10 +181,10 @@ def block_sparse_lists(
     return order, count
 
 
-@functools.lru_cache(maxsize=1024)
-def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+@device_table(kept=1024)
+def constant(values: tuple[int, ...]) -> Tensor:
     """A small int64 tensor on a device, copied there once, so that no later call waits for it."""
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def pooled_pairs(length: int, block_size: int) -> int:

@@ -46,13 +46,26 @@ def test_settings_reach_the_benchmark(launched, tmp_path):
     assert list(tmp_path.iterdir()) == [], "Hydra writes nothing"
 
 
-def test_pageweaver_needs_the_captures_that_it_names(launched, tmp_path, capsys):
-    for name in ("pageweaver", "pageweaver-model"):
-        assert cli.main(["bench", name]) == 2
-        assert "captures='captures/smollm2-yarn-8192.safetensors': an existing file; evalkit capture" in (
-            capsys.readouterr().err
-        )
-    (tmp_path / "mine.safetensors").touch()
+@pytest.mark.parametrize("name", ["pageweaver", "pageweaver-model"])
+def test_pageweaver_needs_good_settings_then_a_device_then_the_captures_that_it_names(
+    name, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    wrong = {"pageweaver": "top_k=0", "pageweaver-model": "layers=0"}[name]
+    assert cli.main(["bench", name, wrong]) == 2
+    assert capsys.readouterr().err.startswith(f"evalkit: {wrong}: an integer of at least ")
+    assert cli.main(["bench", name]) == 2
+    assert capsys.readouterr().err == "evalkit: device='cpu': a CUDA device is needed; torch finds none here\n"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a device")
+    assert cli.main(["bench", name]) == 2
+    message = "evalkit: captures='captures/smollm2-yarn-8192.safetensors': an existing file; evalkit capture"
+    assert capsys.readouterr().err.startswith(message)
+    assert list(tmp_path.iterdir()) == [], "no file of rows either"
+
+
+def test_captures_reach_pageweavers_benchmarks(launched, tmp_path):
     given = ["captures=[mine.safetensors]", "kv_dtypes=[fp8]"]
     assert cli.main(["bench", "pageweaver", *given, "windows=[64]", "backends=[hopper,cluster]", "shared=[]"]) == 0
     assert cli.main(["bench", "pageweaver-model", *given, "chunk=null", "layers=2"]) == 0

@@ -122,6 +122,7 @@ REFUSED = {
     "long at": (["capture.layers_at={9000:[1]}"], "capture.layers_at=9000: model smollm2 supports at most 8192"),
     "out": (["capture.out=/proc/nowhere"], "capture.out='/proc/nowhere': a directory that can be written to (No such"),
     "both": (["set=pageweaver", "capture.layers=[1]"], "capture.layers=[1]: none where capture.layers_at"),
+    "lengths of a set": (["set=pageweaver", "capture.lengths=[512]"], "capture.lengths=[512]: not set where capture.l"),
     "nothing": (["capture.tensors=false"], "capture.tensors=False: true, or method=<name>"),
     "queries": (["method=pageweaver", "capture.queries=0"], "capture.queries=0: 1 or more, or null"),
     "method": (["method=pageweaver", "method.top_k=1"], "method.top_k=1: 2 or more pages"),
@@ -298,3 +299,10 @@ def test_the_command_on_the_embedded_model(tmp_path, monkeypatch, capsys):
             assert facts["overlap"]["20"]["mean_union"] > facts["overlap"]["20"]["mean_support"] > 3
             assert file.get_tensor("layer.2.q").shape == (length, 9, 64)
             assert file.get_tensor("layer.2.pages").shape == (length, 3, 4)
+
+
+def test_a_missing_device_goes_by_its_name_here(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["capture", "set=pageweaver", "capture.device=cuda"]) == 2
+    assert capsys.readouterr().err == "evalkit: capture.device='cuda': cpu or auto: torch finds no CUDA device here\n"

@@ -27,6 +27,8 @@ from prefill_kernels import (
     kap_scores,
     page_attention,
     prepare_unions,
+    quantize_kv,
+    regroup_queries,
     search_unions,
     select_blocks,
 )
@@ -109,7 +111,10 @@ def kernels(backend: str) -> None:
 
 
 def pages(backend: str) -> None:
-    """The complete call over selected pages: several requests, empty supports, a half without members, a tail."""
+    """The complete call over selected pages: several requests, empty supports, a half without members, a tail.
+
+    Then the Hopper kernel in two programs, so that each goes from group to group: queues of sorted and unsorted groups.
+    """
     sys.path.append(str(Path(__file__).parents[1] / "helpers"))
     from page_cases import make
 
@@ -122,6 +127,17 @@ def pages(backend: str) -> None:
             out, stats = page_attention(case.q, case.kv, case.plan, scale=case.scale, backend=backend)
             assert out.isfinite().all()
             print(f"pages {backend} {kv_dtype} {window}", stats.union_pages.tolist())
+            if backend == "hopper":
+                from prefill_kernels.hopper_page_attention import union_attention
+
+                kv = quantize_kv(case.kv, kv_lens=case.plan.kv_lens) if kv_dtype == "fp8" else case.kv
+                ids = regroup_queries(case.plan, backend="triton")
+                for prepared in ("cuda", "triton"):
+                    again = torch.full_like(out, float("nan"))
+                    unions = prepare_unions(case.plan, ids, backend=prepared)
+                    union_attention(case.q, kv, case.plan, unions, case.scale, again, programs=2)
+                    assert torch.equal(again, out)
+                    print(f"two programs, unions by {prepared}", unions.count.numel(), "groups")
     torch.cuda.synchronize()
 
 

@@ -24,6 +24,7 @@ CASES = [  # requests as (queries, keys), page size, pages a query, KV heads, ca
     ([(100, 2000), (70, 400)], 16, 33, 1, 64),  # one of two beyond it, several stretches of masks
     ([(90, 2048)], 1, 64, 1, 2048),
     ([(130, 40000)], 128, 64, 1, 512),
+    ([(100, 33 * 16), (70, 20 * 16), (130, 32 * 16)], 16, 8, 2, 32),  # one page beyond it among others, and to the page
 ]
 
 
@@ -53,7 +54,7 @@ def test_search_and_unions(requests, page_size, width, kv_heads, capacity, regro
     for seed in range(2):
         plan = page_cases.make(
             requests, heads=(kv_heads, kv_heads), page_size=page_size, width=width, seed=seed, local=seed == 1,
-            regroup=regroup, capacity=capacity,
+            sprinkle=seed == 1, regroup=regroup, capacity=capacity,
         ).plan  # fmt: skip
         if regroups(plan):
             assert equal(kernel.search_cuda(plan), search_unions(plan, backend="torch"))

@@ -38,6 +38,8 @@ EXTRA = [  # further ways to run the same kernels
     ("hopper", {"predicate": True}),
     ("hopper fp8", {"predicate": True}),
     ("hopper fp8", {"stages": (4, 5)}),
+    ("hopper", {"programs": 2}),
+    ("hopper fp8", {"programs": 1}),
     ("cluster fp8", {"multicast": False}),
 ]
 
@@ -278,19 +280,28 @@ def test_calls_that_overlap_on_other_streams_share_no_count():
     assert unions.queue.sizes.tolist() == [case.plan.groups] + [0] * BINS
 
 
-def test_a_call_in_a_graph_can_be_replayed():
-    """The queue is made outside, the call captured: each replay takes every group."""
+@pytest.mark.parametrize("prepared,own_stream", [("cuda", False), ("cuda", True), ("torch", False)])
+def test_a_call_in_a_graph_can_be_replayed(prepared, own_stream):
+    """The queue is made outside, the call captured: each replay takes every group, also after many other shapes."""
     case = built([(9000, 40000)], 16, 1, 128, 16, torch.bfloat16, seed=15, local=True, regroup=64)
     module = importlib.import_module("prefill_kernels.hopper_page_attention")
     if reason := module.problem(case.q, case.kv, case.plan) or cuda_problem(case.plan):
         pytest.skip(reason)
-    unions = search_unions(case.plan, backend="cuda")
-    want, out = torch.empty_like(case.q), torch.empty_like(case.q)
-    module.union_attention(case.q, case.kv, case.plan, unions, case.scale, want)
+    want, out, stream = torch.empty_like(case.q), torch.empty_like(case.q), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        unions = search_unions(case.plan, backend=prepared)
+        module.union_attention(case.q, case.kv, case.plan, unions, case.scale, want)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream if own_stream else None):
         module.union_attention(case.q, case.kv, case.plan, unions, case.scale, out)
+    if unions.queue is not None:
+        unions.queue.sizes[BINS] = 5  # as amid an eager call: none of the graph's business
+    for items in range(1, 80):
+        GroupQueue.in_turn(items, case.q.device)
+    torch.cuda.empty_cache()
+    torch.full((1 << 22,), 1 << 30, dtype=torch.int32, device="cuda")  # into what those left free
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()

@@ -55,14 +55,14 @@ def test_a_position_beyond_the_keys_is_cut_by_them():
 
 def test_groups_and_windows_stay_inside_requests():
     cu = (0, 3, 3, 20, 150)
-    assert query_requests(cu, CPU).tolist() == [0] * 3 + [2] * 17 + [3] * 130
-    assert group_requests(cu, CPU).tolist() == [0] + [2] * 3 + [3] * 17
-    ids = identity_ids(cu, 2, CPU)
+    assert query_requests(CPU, cu).tolist() == [0] * 3 + [2] * 17 + [3] * 130
+    assert group_requests(CPU, cu).tolist() == [0] + [2] * 3 + [3] * 17
+    ids = identity_ids(CPU, cu, 2)
     assert ids.shape == (2, 21 * 8) and torch.equal(ids[0], ids[1])
     assert ids[0, :16].tolist() == [0, 1, 2, -1, -1, -1, -1, -1, *range(3, 11)]
     assert sorted(ids[0][ids[0] >= 0].tolist()) == list(range(150))
     # First query, queries, first slot, request.
-    assert windows(cu, 64, CPU).tolist() == [
+    assert windows(CPU, cu, 64).tolist() == [
         [0, 3, 0, 0],
         [3, 17, 8, 2],
         [20, 64, 32, 3],

@@ -87,6 +87,7 @@ def _fp8_error(settings: PageBench, command: str) -> Path:
     """The rows of :mod:`.fp8_error` alone; files are read first, so that a bad one leaves no file of rows."""
     from . import captures, fp8_error
 
+    settings.check_files()
     fp8_error.require_tensors(settings.captures)
     layers = [layer for path in settings.captures for layer in captures.captured_layers(path)]
     cuda = torch.cuda.is_available()
@@ -112,10 +113,10 @@ def device_bench(settings: BenchSettings, command: str) -> Bench:
 
 
 def open_rows(settings: BenchSettings, command: str, device: str | None = None) -> Rows:
-    """Check the machine and open the file.
+    """Check the machine, then the files to read, and open the one to write.
 
     Args:
-        settings: where rows go, and the commit in them.
+        settings: validated.
         command: the command that reproduces them.
         device: what they are measured on; None = the CUDA device, which there must be.
 
@@ -124,6 +125,7 @@ def open_rows(settings: BenchSettings, command: str, device: str | None = None) 
     """
     if device is None and not torch.cuda.is_available():
         raise BenchError("device", "cpu", "a CUDA device is needed; torch finds none here")
+    settings.check_files()
     device = device or torch.cuda.get_device_name()
     out = Path(settings.out).expanduser() if settings.out else default_out(device)
     return Rows(out, command, settings.commit or checkout_commit(), device)

@@ -63,6 +63,9 @@ class BenchSettings:
         if self.out is not None:
             require(self.out.endswith(".csv"), "out", self.out, "a file that ends in .csv, or null")
 
+    def check_files(self) -> None:
+        """Raise BenchError on a file to read that is not there; asked once the device is known to be."""
+
 
 @dataclass(frozen=True)
 class KernelBench(BenchSettings):
@@ -208,9 +211,8 @@ class PageBench(BenchSettings):
     top_k: int = 16
 
     def validate(self) -> None:
-        """Raise BenchError on the first value that cannot be used; the captures must exist."""
+        """Raise BenchError on the first value that cannot be used."""
         super().validate()
-        require_captures(self.captures)
         is_name = re.compile(r"\d+/\d+").fullmatch
         words = "captures as <tokens>/<layer>, or none for no geometric mean"
         require_each("named", self.named, lambda name: bool(is_name(name)), words, empty=True)
@@ -238,6 +240,10 @@ class PageBench(BenchSettings):
         if self.shared:
             require(min(self.lengths) >= least, "lengths", list(self.lengths), allowed)
         require_each("capacity_lengths", self.capacity_lengths, lambda n: n >= least, allowed, empty=True)
+
+    def check_files(self) -> None:
+        """Raise BenchError on a capture that is not there."""
+        require_captures(self.captures)
 
 
 BENCHES: dict[str, type[KernelBench] | type[AttentionBench] | type[PageBench]] = {
