@@ -49,7 +49,8 @@ def device_table(
                 raise RuntimeError(
                     f"{build.__name__}{key}: a call like this one must run once before it is captured in a CUDA graph"
                 )
-            return build(*key).contiguous().to(device), stream
+            with torch.inference_mode(False):  # for later calls in any mode
+                return build(*key).contiguous().to(device), stream
 
         @functools.wraps(build)
         def table(device: torch.device, *key: *Key) -> Tensor:

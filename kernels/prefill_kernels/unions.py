@@ -71,7 +71,8 @@ def _cleared(device: torch.device) -> Tensor:
     try:
         return kept.pop()
     except IndexError:  # rows apart by a multiple of 16 bytes, or Triton compiles a kernel for each alignment
-        rows = torch.zeros(_AT_ONCE, 2 * BINS, dtype=torch.int32, device=device)[:, : BINS + 1].unbind()
+        with torch.inference_mode(False):  # for later calls in any mode
+            rows = torch.zeros(_AT_ONCE, 2 * BINS, dtype=torch.int32, device=device)[:, : BINS + 1].unbind()
         kept.extend(rows[1:])
         return rows[0]
 

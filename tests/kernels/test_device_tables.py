@@ -122,6 +122,15 @@ def test_cleared_counts_are_handed_out_once_and_by_stream(streams):
     assert len(of_storage) == 4 and all(len(both) == 1 for both in of_storage.values())
 
 
+def test_what_is_kept_is_of_no_inference_mode(streams):
+    numbers, _ = counting()
+    with torch.inference_mode():
+        assert not numbers(CPU, 5).is_inference()
+        GroupQueue.in_turn(6, CPU)
+    queue = GroupQueue.in_turn(6, CPU)
+    assert not queue.sizes.is_inference() and not queue.lines.is_inference()
+
+
 def test_a_graph_clears_its_own_counts(streams):
     GroupQueue.empty(4, CPU)
     kept = len(unions._CLEARED[CPU, 7])
