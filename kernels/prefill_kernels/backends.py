@@ -163,6 +163,9 @@ def half_problem(device: torch.device, *dtypes: torch.dtype) -> str | None:
     if len(set(dtypes)) > 1:
         return f"queries, keys and values must share one dtype, not {', '.join(map(str, dtypes))}"
     if device.type == "cuda":
+        # Triton launches on the current device's stream, which nothing on the tensors' own device would wait for.
+        if device.index is not None and device.index != (current := torch.cuda.current_device()):
+            return f"tensors on {device}, current device cuda:{current}: call under torch.cuda.device('{device}')"
         allowed: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     elif interpreting():
         # The interpreter multiplies raw bits in bfloat16 and rounds float8 wrongly, without an error.

@@ -23,7 +23,7 @@ from prefill_kernels import (
     vertical_slash_scores,
     xattn_scores,
 )
-from prefill_kernels.backends import choose_backend
+from prefill_kernels.backends import choose_backend, half_problem
 
 CUDA = torch.device("cuda")
 WHY = {"hopper": "block_size=64: must be 128", "triton": "head_dim=96: must be 16, 32, 64 or 128"}
@@ -94,3 +94,12 @@ def test_triton_calls_are_recorded_as_such(case):
     with executed() as ran:
         kap_scores(q, kv, stride=16, backend="triton", **common)
     assert ran.counts == {("proxy", "triton"): 1}
+
+
+def test_triton_refuses_tensors_that_are_not_on_the_current_device(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    problem = half_problem(torch.device("cuda", 0), torch.bfloat16)
+    assert problem == "tensors on cuda:0, current device cuda:1: call under torch.cuda.device('cuda:0')"
+    assert half_problem(torch.device("cuda", 1), torch.bfloat16) is None
+    assert half_problem(torch.device("cuda"), torch.bfloat16) is None
