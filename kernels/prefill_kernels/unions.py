@@ -43,7 +43,7 @@ class GroupQueue:
     def in_turn(cls, items: int, device: torch.device) -> GroupQueue:
         """One bin of groups whose unions nobody counted: late ones, which select the most, first."""
         sizes = _cleared(device)
-        sizes[0] = items
+        sizes[:1].fill_(items)  # an assignment would copy from the host, which no graph may
         return cls(sizes, _late_first(device, items), stream_of(device))
 
     @staticmethod
