@@ -210,3 +210,9 @@ def hopper_problem(device: torch.device) -> str | None:
     except (ImportError, AttributeError) as error:
         return f"this Triton has no usable Gluon ({error})"
     return None
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of one a multiprocessor run at once; 2 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

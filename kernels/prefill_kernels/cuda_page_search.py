@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import nvcc
 from .backends import BackendUnavailable
+from .device_tables import stream_of
 from .pages import GROUP, PagePlan, group_requests, windows
 from .unions import GroupQueue, Unions
 
@@ -101,6 +102,7 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
     members = torch.empty_like(pages)
     count = torch.empty(heads, groups, dtype=torch.int32, device=device)
     queue = GroupQueue.empty(heads * groups, device)
+    stream = stream_of(device)
     with torch.cuda.device(device):
         run = library()
         code = run.page_search_launch(
@@ -126,7 +128,7 @@ def search_cuda(plan: PagePlan, ids: Tensor | None = None) -> Unions:
             window,
             len(table),
             heads,
-            torch.cuda.current_stream().cuda_stream,
+            None if stream is None else stream[0],
         )
     if code:
         raise BackendUnavailable(f"backend='cuda': {run.page_search_error(code).decode()} ({code})")

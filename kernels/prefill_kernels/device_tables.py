@@ -22,8 +22,12 @@ def stream_of(device: torch.device) -> tuple[int, bool] | None:
     """Handle of the current stream of a CUDA device, and whether a CUDA graph is being captured on it."""
     if device.type != "cuda":
         return None
-    with torch.cuda.device(device):
-        return torch.cuda.current_stream().cuda_stream, torch.cuda.is_current_stream_capturing()
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        with torch.cuda.device(device):
+            return stream_of(device)
+    # What current_stream().cuda_stream says, without making an object: several are asked for in a call.
+    return torch._C._cuda_getCurrentRawStream(current), torch.cuda.is_current_stream_capturing()
 
 
 def device_table(

@@ -45,6 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .backends import multiprocessors
 from .fp8 import Fp8KV
 from .paged import PagedKV
 from .pages import PagePlan
@@ -696,8 +697,7 @@ def union_attention(
         q = q.contiguous()
     items = groups * kv_heads
     queue = unions.queue or GroupQueue.in_turn(items, q.device)
-    most = torch.cuda.get_device_properties(q.device).multi_processor_count
-    programs = min(items, tuning.get("programs", most))
+    programs = min(items, tuning.get("programs", multiprocessors(q.device)))
     _union_attention[(programs,)](
         _describe(q[0].transpose(0, 1), [1, HEAD_ROWS, 64]),
         k_desc,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import product_problem
+from .backends import multiprocessors, product_problem
 from .paged import PagedKV
 
 LOG2_E = 1.4426950408889634
@@ -173,7 +173,7 @@ def kap_triton(
     keys = max(per, wide if block_size == 128 else 16)
     tile_groups = -(-tiles // tile_count)
     items = tile_groups * batch * kv.num_kv_heads * -(-group // together)
-    programs = min(items, waves * _resident_programs(q.device))
+    programs = min(items, waves * multiprocessors(q.device))
     scratch = torch.empty(programs, rows, blocks, dtype=torch.float32, device=q.device)
     count = -(-blocks * per // keys) * keys
     samples = torch.empty(batch, kv.num_kv_heads, count, dim, dtype=q.dtype, device=q.device)
@@ -226,9 +226,3 @@ def kap_triton(
 def num_warps(rows: int) -> int:
     """Fixed launch table by rows of the product."""
     return 8 if rows >= 128 else 4
-
-
-def _resident_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

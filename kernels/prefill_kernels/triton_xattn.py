@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backends import product_problem
+from .backends import multiprocessors, product_problem
 from .paged import PagedKV
 from .triton_kap import sample_kernel
 
@@ -160,7 +160,7 @@ def xattn_triton(
     wide = 128 if block_size >= 64 else max(per, 16)
     tile_groups = -(-tiles // tile_count)
     items = tile_groups * batch * kv.num_kv_heads * -(-group // together)
-    programs = min(items, _resident_programs(q.device))
+    programs = min(items, multiprocessors(q.device))
     scratch = torch.empty(programs, rows, blocks, dtype=torch.float32, device=q.device)
     # Keys in token order, zeros up to a whole step: a group is then one contiguous run.
     count = -(-blocks * per // wide) * wide * stride
@@ -212,9 +212,3 @@ def xattn_triton(
 def num_warps(rows: int) -> int:
     """Fixed launch table by rows of the product."""
     return 8 if rows >= 128 else 4
-
-
-def _resident_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -37,14 +37,16 @@ class GroupQueue:
     def empty(cls, items: int, device: torch.device) -> GroupQueue:
         """A queue to be filled with ``items`` groups."""
         lines = torch.empty(BINS, items, dtype=torch.int32, device=device)
-        return cls(_cleared(device), lines, stream_of(device))
+        stream = stream_of(device)
+        return cls(_cleared(device, stream), lines, stream)
 
     @classmethod
     def in_turn(cls, items: int, device: torch.device) -> GroupQueue:
         """One bin of groups whose unions nobody counted: late ones, which select the most, first."""
-        sizes = _cleared(device)
+        stream = stream_of(device)
+        sizes = _cleared(device, stream)
         sizes[:1].fill_(items)  # an assignment would copy from the host, which no graph may
-        return cls(sizes, _late_first(device, items), stream_of(device))
+        return cls(sizes, _late_first(device, items), stream)
 
     @staticmethod
     def bin_shift(width: int) -> int:
@@ -62,9 +64,8 @@ _CLEARED: dict[tuple[torch.device, int], list[Tensor]] = {}
 _AT_ONCE = 64
 
 
-def _cleared(device: torch.device) -> Tensor:
+def _cleared(device: torch.device, stream: tuple[int, bool] | None) -> Tensor:
     """Zeros for ``sizes``. One launch clears those of many calls on a stream; in a graph, each replay its own."""
-    stream = stream_of(device)
     if stream is None or stream[1]:
         return torch.zeros(BINS + 1, dtype=torch.int32, device=device)
     kept = _CLEARED.setdefault((device, stream[0]), [])

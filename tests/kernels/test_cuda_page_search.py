@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import cuda_emulator
 import page_cases
@@ -38,7 +37,6 @@ def emulated(tmp_path_factory):
 def on_the_cpu(monkeypatch, emulated):
     monkeypatch.setattr(kernel, "library", lambda: emulated)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=None))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(-777))  # nothing is left unwritten
 
