@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from dataclasses import replace
@@ -10,7 +11,7 @@ import page_cases
 import pytest
 import torch
 from prefill_kernels import device_tables, prepare_unions, regroup_queries, union_attention, unions
-from prefill_kernels.device_tables import device_table
+from prefill_kernels.device_tables import device_table, stream_of
 from prefill_kernels.unions import BINS, GroupQueue
 
 CPU = torch.device("cpu")
@@ -33,6 +34,24 @@ def streams(monkeypatch):
     monkeypatch.setattr(unions, "_CLEARED", {})
     monkeypatch.setattr(device_tables, "_IN_GRAPHS", {})
     return played
+
+
+def test_the_stream_is_that_of_the_device_also_where_another_is_current(monkeypatch):
+    now = [0]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0] == 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    assert stream_of(torch.device("cuda", 0)) == stream_of(torch.device("cuda")) == (100, False)
+    assert stream_of(torch.device("cuda", 1)) == (101, True) and now == [0]
+    assert stream_of(CPU) is None
 
 
 def counting(kept=4):
