@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from prefill_kernels import BlockPlan, Capabilities, PagedKV, PagePlan, TileStats
 from prefill_kernels.bench.inputs import FORMAT
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -122,6 +123,11 @@ class Recorder(Method):
         """The method's."""
         return self.method.features
 
+    @property
+    def recordable(self) -> bool:
+        """The method's."""
+        return self.method.recordable
+
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> Plan:
         """The method's plan; what it was made from is kept. A prompt's first chunk replaces an earlier prompt."""
         plan = self.method.plan(q, kv, context)
@@ -204,12 +210,46 @@ def save(captures: Mapping[int, LayerCapture], path: Path, *, model: str, metada
             facts["page_size"] = kept.page_size
     scaling = {str(layer): kept.scaling for layer, kept in sorted(captures.items())}
     described = {key: json.dumps(value) for key, value in facts.items()}
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")  # a file that is there is whole
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(plain, path, {**described, "format": FORMAT, "model": model, "scaling": json.dumps(scaling)})
+        save_file(plain, scratch, {**described, "format": FORMAT, "model": model, "scaling": json.dumps(scaling)})
+        os.replace(scratch, path)
     except (OSError, SafetensorError) as error:  # the latter is that of safetensors' own writing
         raise InputError("capture.out", str(path), f"a file that can be written to ({error})") from None
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def held(path: Path, request: Mapping[str, Any], code: str) -> bool:
+    """Whether a file holds what a request would record again, so that it need not be.
+
+    Args:
+        path: of the file, which need not be there.
+        request: all that decides what is recorded, as its metadata has it.
+        code: digest of the code; what other code recorded is recorded again.
+
+    Raises:
+        InputError: there is another capture, or a file that is none: it is not written over.
+    """
+    if not path.exists():
+        return False
+    allowed = "another directory, or that file removed first: it"
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+        found = json.loads(metadata.get("request", "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InputError("capture.out", str(path), f"{allowed} cannot be read ({error})") from None
+    wanted = json.loads(json.dumps(request))
+    other = [name for name in wanted if name not in found or found[name] != wanted[name]]
+    if metadata.get("format") != FORMAT or other:
+        told = "; ".join(
+            f"{name} {json.dumps(found[name])}, not {json.dumps(wanted[name])}" for name in other if name in found
+        )
+        raise InputError("capture.out", str(path), f"{allowed} holds another capture ({told or 'of another format'})")
+    return bool(metadata.get("code") == json.dumps(code))
 
 
 def require_writable(folder: Path) -> None:

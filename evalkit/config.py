@@ -441,7 +441,10 @@ class Cell:
     def label(self) -> str:
         """One line that tells this cell from its neighbours: model, method, knobs set or not at their default, task."""
         asked = {item.lstrip("+").partition("=")[0] for item in self.overrides}
-        knobs = shown_knobs(self.method, "method.", asked) + shown_knobs(self.execution, "execution.", asked)
+        knobs = shown_knobs(self.method, "method.", asked)
+        taken = {item.partition("=")[0] for item in knobs}
+        for item in shown_knobs(self.execution, "execution.", asked):
+            knobs.append(f"execution.{item}" if item.partition("=")[0] in taken else item)
         if "method.calibration" not in asked:  # where a value came from; the value itself is shown
             knobs = [item for item in knobs if not item.startswith("calibration=")]
         return " ".join([self.model.name, method_name(self.method), *knobs, self.task.label])

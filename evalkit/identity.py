@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any
 
 import prefill_kernels
 import torch
+from prefill_kernels.bench.rows import checkout_commit
 
 from .assets import sha256_file
 from .calibration.resolve import calibration_digest
@@ -90,14 +90,9 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout this package lies in, marked when it has changes; else ``$EVALKIT_COMMIT``, or None."""
-    root = Path(__file__).parent.parent
-    if not (root / ".git").exists():
-        return os.environ.get("EVALKIT_COMMIT")
-    done = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+    """Commit of the checkout this package lies in, marked when its sources have changes; else ``$EVALKIT_COMMIT``."""
+    found = checkout_commit()
+    return os.environ.get("EVALKIT_COMMIT") if found == "unknown" else found
 
 
 def named_files(method: Any) -> dict[str, str]:

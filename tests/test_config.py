@@ -191,6 +191,9 @@ def test_cell_from_mapping():
 
 def test_label_shows_what_differs_and_what_was_asked_for():
     assert cell_from_mapping(settings()).label == "toy cosa select.p=0.9 perplexity@4096 (essays x 8)"
+    page = ["method.page_size=32", "execution.page_size=64"]
+    pageweaver = settings(method={"name": "pageweaver", "page_size": 32}, execution={"page_size": 64})
+    assert "pageweaver page_size=32 execution.page_size=64 perplexity" in cell_from_mapping(pageweaver, page).label
     label = cell_from_mapping(settings(execution={"chunk_size": 256}), ["method.stride=8"]).label
     assert label == "toy cosa stride=8 select.p=0.9 chunk_size=256 perplexity@4096 (essays x 8)"
     ruler = {"name": "ruler", "tasks": ["vt", "cwe"], "limit": 3}

@@ -529,9 +529,11 @@ def test_sample_files_are_json_lines(models, tmp_path):
     assert json.loads(line)["task"] == "niah_single_1"
 
 
-def test_commit_of_an_installed_package_comes_from_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setattr("evalkit.identity.__file__", str(tmp_path / "evalkit" / "identity.py"))
+def test_commit_of_an_installed_package_comes_from_the_environment(monkeypatch):
+    monkeypatch.setattr("evalkit.identity.checkout_commit", lambda: "unknown")
     monkeypatch.delenv("EVALKIT_COMMIT", raising=False)
     assert provenance(torch.device("cpu"))["commit"] is None
     monkeypatch.setenv("EVALKIT_COMMIT", "abc123")
     assert provenance(torch.device("cpu"))["commit"] == "abc123"
+    monkeypatch.setattr("evalkit.identity.checkout_commit", lambda: "def4567-dirty")
+    assert provenance(torch.device("cpu"))["commit"] == "def4567-dirty"

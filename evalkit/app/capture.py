@@ -25,7 +25,8 @@ HELP = """usage: evalkit capture [model=<name>] [method=<name>] [capture.lengths
        evalkit capture set=<name>
 
 Run a model densely over real text and record its attention inputs, Q, K and V after RoPE, of some layers; with a method
-also what it would select there. One file a length: <out>/<model>-<length>.safetensors.
+also what it would select there. One file a length: <out>/<model>-<length>.safetensors. A file that is there is kept
+where the same request wrote it, and refused where it holds another capture.
 
   sets    {sets}
 

@@ -6,6 +6,7 @@ the first layer that a method changes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,24 @@ from prefill_kernels.bench.rows import checkout_commit
 
 from ..attention import Session
 from ..benchmarks.perplexity import build_windows, ids_sha256
-from ..capture import LayerCapture, Recorder, save
+from ..capture import LayerCapture, Recorder, held, save
 from ..capture_settings import CaptureConfig
 from ..config import ModelConfig, method_name, plain
 from ..corpora import Corpora
 from ..errors import InputError, IntegrityError
+from ..identity import code_digest
 from ..methods.base import Method
 from ..methods.dense import Dense
 from ..methods.presets import calibrated
-from ..models.loading import load_model, load_tokenizer, locate, resolve_device, resolve_dtype
+from ..models.loading import (
+    Source,
+    load_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    resolve_device,
+    resolve_dtype,
+)
 
 SPREAD = 3
 """Layers that are captured when none is named, early to late."""
@@ -50,11 +60,24 @@ class Request:
         if self.method is not None:
             self.method.validate()
             calibrated(self.method, None)
+            if not self.method.recordable:
+                raise InputError("method", method_name(self.method), "a method that selects blocks or pages")
         self.capture.validate(self.model, selects=self.method is not None)
 
 
+@dataclass(frozen=True)
+class _Prefill:
+    """One length: its window, the layers that are kept, and the file they go to."""
+
+    length: int
+    ids: list[int]
+    layers: tuple[int, ...]
+    path: Path
+    asked: dict[str, Any]
+
+
 def launch(request: Request, command: str) -> list[Path]:
-    """Run the model at each length and write the files.
+    """Run the model at each length and write the files; one that holds the same already is kept.
 
     Args:
         request: validated.
@@ -62,42 +85,61 @@ def launch(request: Request, command: str) -> list[Path]:
 
     Raises:
         InputError: a layer the model does not have, a corpus too short, a method that selects neither blocks nor
-            pages, or a file that cannot be written.
+            pages, a file that cannot be written, or one that holds another capture.
         IntegrityError: selected pages that no selector makes of real text.
     """
     settings = request.capture
     device = resolve_device(settings.device, "capture.device")
     dtype = resolve_dtype(request.model.dtype, device)
     source = locate(request.model)
-    tokenizer = load_tokenizer(source, request.model)
-    corpora = Corpora()
-    written = []
-    for length, named in settings.wanted.items():
-        window = build_windows(settings.window(length), tokenizer, bos=request.model.perplexity_bos, corpora=corpora)
-        (ids,) = window.ids
-        loaded = load_model(request.model, source, length, device, dtype)
-        layers = named or spread(loaded.model.config.num_hidden_layers)
-        recorder = record(request, loaded.model, layers, ids)
+    code = code_digest()
+    prefills = list(_prefills(request, source, device, dtype))
+    there = [held(one.path, one.asked, code) for one in prefills]  # all are looked at before the model is loaded
+    for one, kept in zip(prefills, there, strict=True):
+        if kept:
+            print(f"kept {one.path}, which the same request wrote", flush=True)
+            continue
+        loaded = load_model(request.model, source, one.length, device, dtype)
+        recorder = record(request, loaded.model, one.layers, one.ids)
         facts = {
-            "tokens": len(ids),
-            "layers": list(layers),
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "weights": source.checksum,
+            **one.asked,
+            "request": one.asked,
             "rope": loaded.rope,
             "corpus": settings.corpus,
-            "prompt_sha256": ids_sha256(ids),
+            "code": code,
             "commit": checkout_commit(),
             "command": command,
         }
+        facts |= _plausible(one.path.name, recorder.captures)
+        save(recorder.captures, one.path, model=request.model.name, metadata=facts)
+        size, layers = one.path.stat().st_size / 2**20, ", ".join(map(str, one.layers))
+        print(f"wrote {one.path}: {size:.1f} MiB, layers {layers}", flush=True)
+    return [one.path for one in prefills]
+
+
+def _prefills(request: Request, source: Source, device: torch.device, dtype: torch.dtype) -> Iterator[_Prefill]:
+    """Each length, with all that decides what is recorded of it."""
+    settings, model = request.capture, request.model
+    tokenizer, corpora = load_tokenizer(source, model), Corpora()
+    for length, named in settings.wanted.items():
+        (ids,) = build_windows(settings.window(length), tokenizer, bos=model.perplexity_bos, corpora=corpora).ids
+        layers = named or spread(load_config(source, model).num_hidden_layers)
+        asked: dict[str, Any] = {
+            "tokens": len(ids),
+            "layers": list(layers),
+            "tensors": settings.tensors,
+            "queries": settings.queries,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "weights": source.checksum,
+            "yarn": [model.rope_factor(length), model.rope.original or model.native_context],
+            "prompt_sha256": ids_sha256(ids),
+            "method": None,
+        }
         if request.method is not None:
-            facts["method"] = {"name": method_name(request.method), **plain(request.method)}
-        path = Path(settings.out).expanduser() / f"{request.model.name}-{length}.safetensors"
-        facts |= _plausible(path.name, recorder.captures)
-        save(recorder.captures, path, model=request.model.name, metadata=facts)
-        print(f"wrote {path}: {path.stat().st_size / 2**20:.1f} MiB, layers {', '.join(map(str, layers))}", flush=True)
-        written.append(path)
-    return written
+            asked["method"] = {"name": method_name(request.method), **plain(request.method)}
+        path = Path(settings.out).expanduser() / f"{model.name}-{length}.safetensors"
+        yield _Prefill(length, ids, layers, path, asked)
 
 
 def record(request: Request, model: Any, layers: tuple[int, ...], ids: list[int]) -> Recorder:

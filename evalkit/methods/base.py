@@ -140,6 +140,11 @@ class Method(ABC):
         """
 
     @property
+    def recordable(self) -> bool:
+        """Whether plans may hold lists of blocks or pages, which is what ``evalkit capture`` keeps of a selection."""
+        return True
+
+    @property
     def chunk_problem(self) -> str | None:
         """Why a prompt cannot be cut into chunks under the method as it is set, or None where it can."""
         return None if self.chunkable else "plans from the whole prompt"

@@ -30,6 +30,11 @@ class Dense(Method):
         """Nothing is left out."""
         return Capabilities()
 
+    @property
+    def recordable(self) -> bool:
+        """Nothing is selected."""
+        return False
+
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> DensePlan:
         """Attend to everything."""
         return DensePlan(reason="method")

@@ -104,6 +104,11 @@ class MInference(Method):
         if table := self._table():
             table.check_model("method.table", layers, heads)
 
+    @property
+    def recordable(self) -> bool:
+        """Columns and diagonals are not; a table can have heads of blocks."""
+        return self.table is not None
+
     def plan(self, q: Tensor, kv: PagedKV, context: PlanContext) -> VerticalSlashPlan | BlockPlan | HeadwisePlan:
         """Algorithms 2 and 3, index part."""
         return pattern_plan(

@@ -12,12 +12,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -146,7 +147,8 @@ def load_model(
     """Load weights for prompts of up to ``length`` tokens and check the applied RoPE.
 
     Raises:
-        InputError: a model type this harness does not patch, or a ``length`` beyond what the weights' config allows.
+        InputError: a model type this harness does not patch, a ``length`` beyond what the weights' config allows, or
+            weights that cannot be read or do not fit the config.
         IntegrityError: the applied RoPE is not the requested one.
     """
     factor = config.rope_factor(length)
@@ -160,18 +162,42 @@ def load_model(
             f"at most max_position_embeddings={settings.max_position_embeddings} of {source.location}",
         )
     apply_yarn(settings, factor, original)
-    with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            revision=source.revision,
-            config=settings,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            **_gguf(config),
-        )
+    try:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                revision=source.revision,
+                config=settings,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                ignore_mismatched_sizes=True,  # they are told below, by name
+                output_loading_info=True,
+                **_gguf(config),
+            )
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise InputError("model.path", source.location, f"a model that can be loaded ({error})") from None
+    model, found = loaded
+    _check_weights(source.location, found)
     model.eval().requires_grad_(False)
     torch.nn.Module.to(model, device)  # the method transformers overrides is typed away by its decorator
     return LoadedModel(model, load_tokenizer(source, config), check_rope(model, factor, original))
+
+
+def _check_weights(location: str, found: Mapping[str, Any]) -> None:
+    """Raise InputError unless the weights are those of the config, tensor by tensor.
+
+    For one that is missing or of another shape transformers makes up random numbers, and one that has no place in the
+    model it leaves out, each with a warning alone.
+    """
+    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+    wrong += [f"{name} has no place in the model" for name in sorted(found["unexpected_keys"])]
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        wrong.append(f"{name} is {list(stored)}, not {list(wanted)}")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise InputError("model.path", location, f"weights that fit config.json ({'; '.join(wrong[:3])}{more})")
 
 
 def _gguf(config: ModelConfig) -> dict[str, str]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from prefill_kernels.bench.config import BenchError
+from prefill_kernels.bench.inputs import FORMAT
 from prefill_kernels.bench.page_inputs import Overlap, captured_pages, overlap
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from evalkit import cli
 from evalkit.attention import Session
 from evalkit.bench import capture
 from evalkit.bench.capture import Request, check_overlap, record
-from evalkit.capture import Recorder, require_writable, save
+from evalkit.capture import Recorder, held, require_writable, save
 from evalkit.capture_settings import CaptureConfig
 from evalkit.config import ModelConfig
 from evalkit.errors import InputError, IntegrityError
@@ -126,6 +129,8 @@ REFUSED = {
     "nothing": (["capture.tensors=false"], "capture.tensors=False: true, or method=<name>"),
     "queries": (["method=pageweaver", "capture.queries=0"], "capture.queries=0: 1 or more, or null"),
     "method": (["method=pageweaver", "method.top_k=1"], "method.top_k=1: 2 or more pages"),
+    "dense": (["method=dense"], "method='dense': a method that selects blocks or pages"),
+    "columns": (["method=minference"], "method='minference': a method that selects blocks or pages"),
     "device": (["capture.device=cudda"], "capture.device='cudda': did you mean cuda, cpu?"),
 }
 
@@ -158,6 +163,65 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "c.safetensors").mkdir()  # safetensors' own error, which is no OSError
     with pytest.raises(InputError, match=r"capture.out='.*c.safetensors': a file that can be written to"):
         save(found.captures, tmp_path / "c.safetensors", model="toy", metadata={"tokens": 50})
+
+
+# With a tuple, as settings may hold it: what a file says is read back from JSON.
+ASKED = {"tokens": 50, "layers": (1, 3), "queries": None, "method": {"name": "pageweaver", "top_k": 4}}
+
+
+def saved(path):
+    found = record(Request(TOY, CaptureConfig(tensors=False), METHOD), build(), (1,), prompt(50))
+    save(found.captures, path, model="toy", metadata={"request": ASKED, "code": "c0de"})
+    return path.read_bytes()
+
+
+def test_a_file_that_holds_the_same_is_found_and_one_of_other_code_is_made_again(tmp_path):
+    path = tmp_path / "c.safetensors"
+    assert not held(path, ASKED, "c0de")
+    saved(path)
+    assert held(path, ASKED, "c0de") and not held(path, ASKED, "other")
+    assert [item.name for item in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "change,told",
+    [
+        ({"layers": [1]}, r"layers \[1, 3\], not \[1\]"),
+        ({"queries": 8}, "queries null, not 8"),
+        ({"method": None, "tokens": 51}, "tokens 50, not 51; method .*, not null"),
+        ({"new": 1}, "of another format"),
+    ],
+)
+def test_another_capture_is_not_written_over(tmp_path, change, told):
+    path = tmp_path / "c.safetensors"
+    saved(path)
+    with pytest.raises(InputError, match=rf"capture.out='{path}': another directory, .* another capture \({told}\)"):
+        held(path, {**ASKED, **change}, "c0de")
+
+
+def test_files_that_are_no_captures_are_not_written_over(tmp_path):
+    path = tmp_path / "c.safetensors"
+    path.write_text("notes")
+    with pytest.raises(InputError, match="removed first: it cannot be read"):
+        held(path, ASKED, "c0de")
+    path.unlink()
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(InputError, match="of another format"):
+        held(path, ASKED, "c0de")
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "c.safetensors"
+    before = saved(path)
+
+    def fail(tensors, file, metadata):
+        Path(file).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("evalkit.capture.save_file", fail)
+    with pytest.raises(InputError, match="no space left"):
+        saved(path)
+    assert path.read_bytes() == before and [item.name for item in tmp_path.iterdir()] == ["c.safetensors"]
 
 
 def test_the_model_is_asked_only_where_layers_are_named(launched, monkeypatch):
@@ -274,7 +338,15 @@ def test_files_without_pages_are_refused(tmp_path):
     found = record(Request(TOY, CaptureConfig()), build(), (1,), prompt(50))
     save(found.captures, tmp_path / "qkv.safetensors", model="toy", metadata={"tokens": 50})
     (tmp_path / "none.safetensors").write_text("nothing")
-    for name, message in (("qkv", "it has no pages"), ("none", "a readable capture"), ("missing", "a readable")):
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors", {"format": "prefill-capture-0", "model": "toy"})
+    save_file({"x": torch.ones(1)}, tmp_path / "bare.safetensors", {"format": FORMAT, "model": "toy"})
+    other = (("other", f"format {FORMAT}, not prefill-capture-0"), ("bare", "scaling in its metadata, not without"))
+    for name, message in (
+        *other,
+        ("qkv", "it has no pages"),
+        ("none", "a readable capture"),
+        ("missing", "a readable"),
+    ):
         with pytest.raises(BenchError, match=message):
             captured_pages(tmp_path / f"{name}.safetensors", 0)
     request = Request(TOY, CaptureConfig(tensors=False), METHOD)
@@ -299,6 +371,18 @@ def test_the_command_on_the_embedded_model(tmp_path, monkeypatch, capsys):
             assert facts["overlap"]["20"]["mean_union"] > facts["overlap"]["20"]["mean_support"] > 3
             assert file.get_tensor("layer.2.q").shape == (length, 9, 64)
             assert file.get_tensor("layer.2.pages").shape == (length, 3, 4)
+    # The same goes on from there; another length is added; anything else is refused before the model is loaded.
+    files = {path.name: path.read_bytes() for path in (tmp_path / "captures").iterdir()}
+    lengths, load = [], capture.load_model
+    monkeypatch.setattr(capture, "load_model", lambda *a: lengths.append(a[2]) or load(*a))
+    assert cli.main(["capture", *given, "capture.lengths=[512,256,1024]", "capture.layers=[2,20]"]) == 0
+    out = capsys.readouterr().out
+    assert lengths == [256] and out.count("kept captures/") == 2
+    assert cli.main(["capture", "model.dtype=float32", "capture.lengths=[128,512]", "capture.layers=[2]"]) == 2
+    error = capsys.readouterr().err
+    assert "capture.out='captures/smollm2-512.safetensors': another directory" in error
+    assert "layers [2, 20], not [2]; method {" in error and lengths == [256]
+    assert all((tmp_path / "captures" / name).read_bytes() == content for name, content in files.items())
 
 
 def test_a_missing_device_goes_by_its_name_here(monkeypatch, tmp_path, capsys):

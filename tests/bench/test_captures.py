@@ -69,6 +69,7 @@ BROKEN = {
     "half a token": ({"tokens": "200.5"}, {}, "tokens an integer of at least 1, not 200.5"),
     "scaling": ({"scaling": "[3]"}, {}, "scaling a JSON object, softmax scaling by layer, not [3]"),
     "no scale": ({"scaling": '{"3": 0}'}, {}, "scaling of layer 3 a number above 0, not 0"),
+    "no number": ({"scaling": '{"3": true}'}, {}, "scaling of layer 3 a number above 0, not True"),
     "no heads": ({}, {"pages": torch.zeros(200, 5).short()}, "pages [N, Hkv, K], each at least 1, not [200, 5]"),
     "no ids": ({}, {"pages": torch.zeros(200, 2, 0).short()}, "pages [N, Hkv, K], each at least 1, not [200, 2, 0]"),
     "no queries": (

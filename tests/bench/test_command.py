@@ -140,3 +140,21 @@ def test_rows_go_to_the_folder_of_the_device(device, folder):
 
 def test_commit_is_that_of_the_checkout():
     assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?|unknown", checkout_commit())
+
+
+def test_results_that_change_while_they_are_made_do_not_mark_the_commit(monkeypatch, tmp_path):
+    for name in ("kernels/rows.py", "results/a.csv"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1")
+    for arguments in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    monkeypatch.setattr("prefill_kernels.bench.rows.__file__", str(tmp_path / "kernels/rows.py"))
+    commit = checkout_commit()
+    (tmp_path / "results/a.csv").write_text("2")
+    assert re.fullmatch("[0-9a-f]{7,}", commit) and checkout_commit() == commit
+    (tmp_path / "kernels/rows.py").write_text("2")
+    assert checkout_commit() == f"{commit}-dirty"

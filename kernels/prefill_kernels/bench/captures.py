@@ -91,7 +91,12 @@ def captured_layers(path: str | Path) -> list[CapturedLayer]:
     """
     with _opened(path) as file:
         metadata = file.metadata() or {}
-        scaling = json.loads(metadata["scaling"]) if metadata.get("format") == FORMAT else {}
+        if (kind := metadata.get("format")) != FORMAT:
+            raise unusable(path, "format", FORMAT, kind)
+        for name in ("model", "scaling"):
+            if name not in metadata:
+                raise unusable(path, name, "in its metadata", "without")
+        scaling = json.loads(metadata["scaling"])
         if not isinstance(scaling, dict):
             raise unusable(path, "scaling", "a JSON object, softmax scaling by layer", scaling)
         if not scaling or f"layer.{next(iter(scaling))}.pages" not in file.keys():  # noqa: SIM118 - not a mapping
@@ -99,7 +104,7 @@ def captured_layers(path: str | Path) -> list[CapturedLayer]:
         tokens, page_size = (_count(path, metadata, name) for name in ("tokens", "page_size"))
         found = []
         for layer, scale in scaling.items():
-            if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+            if not (type(scale) in (int, float) and math.isfinite(scale) and scale > 0):
                 raise unusable(path, f"scaling of layer {layer}", "a number above 0", scale)
             pages, positions = (file.get_tensor(f"layer.{layer}.{name}") for name in ("pages", "positions"))
             _check(path, f"layer.{layer}", pages, positions, tokens)
