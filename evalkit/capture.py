@@ -227,7 +227,7 @@ def held(path: Path, request: Mapping[str, Any], code: str) -> bool:
 
     Args:
         path: of the file, which need not be there.
-        request: all that decides what is recorded, as its metadata has it.
+        request: all that decides what is recorded, by its name in the file's metadata.
         code: digest of the code; what other code recorded is recorded again.
 
     Raises:
@@ -239,7 +239,7 @@ def held(path: Path, request: Mapping[str, Any], code: str) -> bool:
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-        found = json.loads(metadata.get("request", "{}"))
+        found = {name: json.loads(metadata[name]) for name in request if name in metadata}
     except (OSError, SafetensorError, ValueError) as error:
         raise InputError("capture.out", str(path), f"{allowed} cannot be read ({error})") from None
     wanted = json.loads(json.dumps(request))

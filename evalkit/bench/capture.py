@@ -103,7 +103,6 @@ def launch(request: Request, command: str) -> list[Path]:
         recorder = record(request, loaded.model, one.layers, one.ids)
         facts = {
             **one.asked,
-            "request": one.asked,
             "rope": loaded.rope,
             "corpus": settings.corpus,
             "code": code,

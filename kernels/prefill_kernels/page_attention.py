@@ -65,7 +65,8 @@ def page_attention(
 
     Args:
         q: [1, Hq, N, d]; Hkv divides Hq.
-        kv: keys and values; ``page_table`` is [R, M].
+        kv: keys and values; ``page_table`` is [R, M]. Values must be finite: a page is multiplied for its whole group,
+            and zero times NaN or infinity is NaN, also for a query that did not select it.
         plan: selections.
         scale: softmax scaling of the model.
         backend: ``auto`` or one of :data:`PAGE_BACKENDS`, for the attention. Under a named one other than ``torch``

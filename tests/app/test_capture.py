@@ -171,7 +171,7 @@ ASKED = {"tokens": 50, "layers": (1, 3), "queries": None, "method": {"name": "pa
 
 def saved(path):
     found = record(Request(TOY, CaptureConfig(tensors=False), METHOD), build(), (1,), prompt(50))
-    save(found.captures, path, model="toy", metadata={"request": ASKED, "code": "c0de"})
+    save(found.captures, path, model="toy", metadata={**ASKED, "code": "c0de"})
     return path.read_bytes()
 
 

@@ -225,6 +225,19 @@ def test_tensors_that_do_not_belong_together_are_refused(tmp_path, changed, told
     assert not out.exists()
 
 
+def test_the_error_of_nothing_is_no_number(tmp_path):
+    tensors, facts = with_tensors()
+    tensors["pages"][100:, 1] = -1
+    path = written(tmp_path / "x.safetensors", tensors, facts)
+    out = tmp_path / "rows.csv"
+    told = "under KV head 1 nothing is selected in layer.3.pages of the last 100 queries"
+    with pytest.raises(BenchError, match=told):
+        launch(replace(SMALL, captures=(path,), fp8_error_only=True, out=str(out)), "a command")
+    assert not out.exists()
+    launch(replace(SMALL, captures=(path,), fp8_error_only=True, out=str(out), queries=101), "a command")
+    assert len(read(out)) == 1
+
+
 def test_alone_from_the_command_line_without_a_gpu(tmp_path):
     files = [
         written(tmp_path / f"{name}.safetensors", *made)

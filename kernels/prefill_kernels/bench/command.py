@@ -85,11 +85,10 @@ def launch(settings: KernelBench | AttentionBench | PageBench, command: str) -> 
 
 def _fp8_error(settings: PageBench, command: str) -> Path:
     """The rows of :mod:`.fp8_error` alone; files are read first, so that a bad one leaves no file of rows."""
-    from . import captures, fp8_error
+    from . import fp8_error
 
     settings.check_files()
-    fp8_error.require_tensors(settings.captures)
-    layers = [layer for path in settings.captures for layer in captures.captured_layers(path)]
+    layers = fp8_error.measurable(settings.captures, settings.queries)
     cuda = torch.cuda.is_available()
     rows = open_rows(settings, command, device=None if cuda else "cpu")
     fp8_error.run(layers, rows, torch.device("cuda" if cuda else "cpu"), settings.queries)

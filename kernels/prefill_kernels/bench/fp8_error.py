@@ -23,11 +23,26 @@ QUERIES = 1024
 """Most queries of a layer that are compared, its last: the reference computes every logit."""
 
 
-def require_tensors(paths: Iterable[str]) -> None:
-    """Raise BenchError unless every file has Q, K and V of one of its layers at least."""
+def measurable(paths: Iterable[str], queries: int) -> list[CapturedLayer]:
+    """Layers that have Q, K and V, of files that are measured for nothing else.
+
+    Args:
+        paths: of captures.
+        queries: as of :func:`run`.
+
+    Raises:
+        BenchError: a file has none of them, or nothing is selected under a KV head: the error of nothing would be 0.
+    """
+    found = []
     for path in paths:
-        if all(layer.tensors() is None for layer in captured_layers(path)):
+        layers = [layer for layer in captured_layers(path) if layer.tensors() is not None]
+        if not layers:
             raise BenchError("captures", path, "a file of evalkit capture capture.tensors=true (it has no Q, K and V)")
+        for layer in layers:
+            for head in range(layer.pages.shape[1]):
+                layer.check_selects(head, min(queries, QUERIES))
+        found += layers
+    return found
 
 
 def run(layers: Iterable[CapturedLayer], rows: Rows, device: torch.device, queries: int = QUERIES) -> None:
